@@ -36,7 +36,8 @@ from helios.storage.plain_objects import (
 
 _OF_OTHERS = (
     *("torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.distributed"),
-    *("helios.trainer", "helios.start", "helios.session", "helios.loops", "helios.hooks"),
+    *("helios.trainer", "helios.start", "helios.run_parts", "helios.run_state"),
+    *("helios.loops", "helios.hooks"),
     *("helios.checkpoint", "helios.data.datamodule", "helios.state", "helios.sharding"),
 )
 """Modules whose objects a model or plugin refers to without owning them."""

@@ -52,7 +52,7 @@ class Iteration:
     losses: Mapping[str, Any] = field(default_factory=dict)
     means: Mapping[str, Any] = field(default_factory=dict)
     weighted: WeightedSums = field(default_factory=dict)
-    beside: Iterable[tuple[int, Mapping[str, Any]]] = ()
+    beside: Sequence[tuple[int, Mapping[str, Any]]] = ()
     rates: dict[Optimizer, list[Any]] = field(default_factory=dict)
     norm: Tensor | None = None
     totals: Sequence[float] = ()

@@ -10,21 +10,15 @@ import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import replace
+from typing import TYPE_CHECKING, final
 
 from helios.errors import UsageError
 from helios.replicas.replicas import Replicas
+from helios.run_state import Requests, RunState
 
-
-@dataclass
-class Requests:
-    """Requests that wait for the next safe point."""
-
-    is_checkpoint_wanted: bool = False
-    stop_reason: str = ""
-    interruption: str = ""
-
+if TYPE_CHECKING:
+    from helios.checkpoint.checkpoint_writer import CheckpointWriter
 
 # Events between the last backward of a window and its boundary in which a receiver may still
 # request a skip, a checkpoint or the end, or change losses. Each of them may write a log.
@@ -42,29 +36,35 @@ class Agreement(ABC):
     """What this process requests, and what all processes know.
 
     Args:
-        look: checks for requests from outside; returns whether this process has an error that all
-            processes must learn of.
-        take_skip: returns why this process skips the current update; empty if it does not.
+        run: the run, which holds the requests.
+        outside: returns why the run is to be interrupted, if the reason came from outside.
+        writer: writes checkpoints, and may have failed; ``None`` outside fit.
 
     Attributes:
-        asked: the requests of this process.
-        agreed: the requests that all processes know.
         keeps_losses: whether losses cannot change between the last backward of a window and the
-            end of its turns.
+            end of its last replica.
         frees_gradients: whether nothing reads the gradients of a single replica after its backward.
         has_own_loops: whether a loop is not Helios' own: it may update more often on one process
             than on another.
     """
 
-    asked: Requests
-    agreed: Requests
     keeps_losses: bool = False
     frees_gradients: bool = False
     has_own_loops: bool = False
 
-    def __init__(self, look: Callable[[], bool], take_skip: Callable[[], str]) -> None:
-        self._look = look
-        self._take_skip = take_skip
+    def __init__(
+        self, run: RunState, outside: Callable[[], str], writer: CheckpointWriter | None
+    ) -> None:
+        self._run = run
+        self._outside = outside
+        self._writer = writer
+
+    def _look_around(self) -> bool:
+        """Check for a request from outside; returns whether a save of this process has failed."""
+        reason, asked = self._outside(), self._run.asked
+        if reason:
+            asked.interruption = asked.interruption or reason
+        return self._writer is not None and self._writer.failure is not None
 
     def expect_late_requests(self) -> None:
         """Record that loops or an engine are not Helios' own: they may make requests anywhere."""
@@ -102,42 +102,56 @@ class Agreement(ABC):
             flags: for each flag of :meth:`announce`, whether any process raises it.
         """
 
+    @abstractmethod
     def agree_on_skip(self) -> bool:
         """Return whether any process skips the current update."""
-        return bool(self._take_skip())
 
     @abstractmethod
     def settle(self, *, ends_window: bool = False) -> bool:
-        """Merge the requests of all processes; all call this at the same place.
+        """Exchange requests; all processes call this at the same place.
+
+        Requests made later wait until the next call, in all processes.
 
         Args:
             ends_window: whether an accumulation window ends here: what was exchanged before its
                 gradients is not exchanged again, unless a request may have been made since.
 
         Returns:
-            Whether any process has an error that all must learn of.
+            Whether anything is requested.
+
+        Raises:
+            Exception: in all processes, the error of a save that has failed since the last call.
         """
 
     def remember(self) -> Requests:
         """Return a copy of what this process requests now."""
-        return replace(self.asked)
+        return replace(self._run.asked)
 
     def take_back(self, remembered: Requests) -> None:
         """Withdraw requests made since :meth:`remember`."""
-        vars(self.asked).update(vars(remembered))
+        vars(self._run.asked).update(vars(remembered))
 
 
 @final
 class LoneAgreement(Agreement):
     """One replica: a request takes effect at once."""
 
-    def __init__(self, look: Callable[[], bool], take_skip: Callable[[], str]) -> None:
-        super().__init__(look, take_skip)
-        self.asked = self.agreed = Requests()
+    def __init__(
+        self, run: RunState, outside: Callable[[], str], writer: CheckpointWriter | None
+    ) -> None:
+        super().__init__(run, outside, writer)
+        run.agreed = run.asked
+
+    def agree_on_skip(self) -> bool:
+        """Return whether this process, which is the only one, skips the current update."""
+        return bool(self._run.pop_skip_reason())
 
     def settle(self, *, ends_window: bool = False) -> bool:
-        """Return the error of this process, which is the only one."""
-        return self._look()
+        """Return whether this process, which is the only one, has requested anything."""
+        if self._look_around():
+            assert self._writer is not None
+            self._writer.raise_failure()
+        return self._run.is_leaving or self._run.agreed.is_checkpoint_wanted
 
 
 @final
@@ -145,16 +159,20 @@ class SharedAgreement(Agreement):
     """Several replicas: a request waits until all processes have agreed, even if there is only one.
 
     Args:
-        look: as in the base class.
-        take_skip: as in the base class.
+        run: as in the base class.
+        outside: as in the base class.
+        writer: as in the base class.
         replicas: the processes.
     """
 
     def __init__(
-        self, look: Callable[[], bool], take_skip: Callable[[], str], replicas: Replicas
+        self,
+        run: RunState,
+        outside: Callable[[], str],
+        writer: CheckpointWriter | None,
+        replicas: Replicas,
     ) -> None:
-        super().__init__(look, take_skip)
-        self.asked, self.agreed = Requests(), Requests()
+        super().__init__(run, outside, writer)
         self._replicas = replicas
         self._skips_late = self._asks_late = True
         self._is_doubted = False
@@ -180,7 +198,7 @@ class SharedAgreement(Agreement):
     def announce(self, *, is_before_update: bool) -> Sequence[bool]:
         """Return what is requested so far: a skip and, unless more may follow late, the rest."""
         self._sends_skip = is_before_update
-        is_skipped = self._sends_skip and bool(self._take_skip())
+        is_skipped = self._sends_skip and bool(self._run.pop_skip_reason())
         if self._asks_late:
             return (self._is_doubted, is_skipped)
         asked = self._ask()
@@ -212,7 +230,7 @@ class SharedAgreement(Agreement):
 
     def _ask(self) -> tuple[bool, ...]:
         """Return the requests of this process; a requested checkpoint is cleared."""
-        is_alarm, asked = self._look(), self.asked
+        is_alarm, asked = self._look_around(), self._run.asked
         is_wanted, asked.is_checkpoint_wanted = asked.is_checkpoint_wanted, False
         return is_wanted, bool(asked.stop_reason), bool(asked.interruption), is_alarm
 
@@ -220,37 +238,44 @@ class SharedAgreement(Agreement):
         """Return what was exchanged before the gradients; otherwise, ask now."""
         known, self._skip = self._skip, None
         if known is None or self._skips_late:
-            (is_asked,) = self._replicas.agree(bool(self._take_skip()))
+            (is_asked,) = self._replicas.agree(bool(self._run.pop_skip_reason()))
             return is_asked or bool(known)
         return known
 
     def settle(self, *, ends_window: bool = False) -> bool:
         """Merge the requests of all processes."""
+        run = self._run
         known, self._known, self._thread = self._known, (), None
         if not known or self._asks_late or not ends_window:
             found = self._replicas.agree(*self._ask())
             known = [*map(operator.or_, known, found)] if known else found
         is_wanted, stops, interrupts, is_alarm = known
-        asked, agreed = self.asked, self.agreed
+        asked, agreed = run.asked, run.agreed
         agreed.is_checkpoint_wanted |= is_wanted
         if stops or interrupts:
             texts = self._replicas.gather_objects((asked.stop_reason, asked.interruption))
             stop, interruption = (next(filter(None, said), "") for said in zip(*texts, strict=True))
             asked.stop_reason = agreed.stop_reason = agreed.stop_reason or stop
             asked.interruption = agreed.interruption = agreed.interruption or interruption
-        return is_alarm
+        if is_alarm and self._writer is not None:
+            self._writer.raise_failure()
+        return run.is_leaving or agreed.is_checkpoint_wanted
 
 
 def make_agreement(
-    replicas: Replicas, look: Callable[[], bool], take_skip: Callable[[], str]
+    replicas: Replicas,
+    run: RunState,
+    outside: Callable[[], str],
+    writer: CheckpointWriter | None,
 ) -> Agreement:
     """Return how the processes of a run agree; chosen once, at its start.
 
     Args:
         replicas: the replicas of the run.
-        look: as in :class:`Agreement`.
-        take_skip: as in :class:`Agreement`.
+        run: as in :class:`Agreement`.
+        outside: as in :class:`Agreement`.
+        writer: as in :class:`Agreement`.
     """
     if replicas.has_single_replica:
-        return LoneAgreement(look, take_skip)
-    return SharedAgreement(look, take_skip, replicas)
+        return LoneAgreement(run, outside, writer)
+    return SharedAgreement(run, outside, writer, replicas)

@@ -23,7 +23,7 @@ from helios.ledger.compare import Replay
 from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
-from helios.session import Session
+from helios.run_parts import RunParts
 from helios.start.checkpoint_search import Choice
 from helios.start.launch import perform
 from helios.start.objects import (
@@ -233,8 +233,8 @@ class Trainer:
         return None if self._run is None else self._run.queue
 
     @property
-    def _session(self) -> Session | None:
-        return self._run.session if self._run is not None and self._run.is_live else None
+    def _parts(self) -> RunParts | None:
+        return self._run.parts if self._run is not None and self._run.is_live else None
 
     @property
     def exit_code(self) -> int:
@@ -270,7 +270,7 @@ class Trainer:
         Raises:
             UsageError: if ``fit`` is not running.
         """
-        self._running_session("request_checkpoint").context.request_checkpoint()
+        self._require_run("request_checkpoint").context.request_checkpoint()
 
     def request_stop(self, reason: str = "request_stop was called") -> None:
         """Request the regular end of the run at the next safe point.
@@ -278,14 +278,14 @@ class Trainer:
         Raises:
             UsageError: if ``fit`` is not running.
         """
-        self._running_session("request_stop").context.request_stop(reason)
+        self._require_run("request_stop").context.request_stop(reason)
 
-    def _running_session(self, method: str) -> Session:
-        if self._session is None:
+    def _require_run(self, method: str) -> RunParts:
+        if self._parts is None:
             raise UsageError(
                 f"Trainer.{method}() must be called while fit runs: in a hook, a step or a plugin."
             )
-        return self._session
+        return self._parts
 
     def fit(self, model: Model, datamodule: DataModule) -> bool:
         """Train a model from the start, or from the newest checkpoint of its run.

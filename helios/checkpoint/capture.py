@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,9 +21,11 @@ from helios.counters import Cursor, TrainingState
 from helios.engines.engine import Engine
 from helios.errors import StateError
 from helios.findings import Finding, FindingKind, Findings
-from helios.hooks.live_run import LiveRun
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
+
+if TYPE_CHECKING:
+    from helios.run_parts import RunParts
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -33,27 +35,28 @@ _OWN_PLACES = ("inner",)
 _OWN_KINDS = (FindingKind.OBSTACLE, FindingKind.UNSHARED)
 
 
-def capture(run: LiveRun) -> Record:
+def capture(parts: RunParts) -> Record:
     """Return the whole state of a training, by reference; all processes call this together."""
-    source = run.training_source
-    with run.model.discovery.keeping_names():
-        model = run.model.state_dict()
-        plugins, loops = run.plugin_states.capture(), run.loop_states.capture()
-        engine = _state_of_engine(run.engine)
+    run, source = parts.run, parts.training_source
+    with parts.model.discovery.keeping_names():
+        model = parts.model.state_dict()
+        plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
+        engine = _state_of_engine(parts.engine)
         own = {"model": model, "engine": engine}
         own |= {**_named("plugin", plugins), **_named("loop", loops)}
-        owners, lacking = run.owner_states.capture(own)
+        owners, lacking = parts.owner_states.capture(own)
+    is_discovered = _is_discovered(parts.model)
     # A model that overrides state_dict may have a key of this name.
-    lost = model.get("missing", {}) if run.is_discovered else {}
-    misfits = model.pop("misfits", {}) if run.is_discovered else {}
-    own_missing = {**run.findings.missing, **lost, **lacking}
-    missing, misfits, claims = _join(run, own_missing, misfits)
-    if run.is_discovered:
+    lost = model.get("missing", {}) if is_discovered else {}
+    misfits = model.pop("misfits", {}) if is_discovered else {}
+    own_missing = {**parts.findings.missing, **lost, **lacking}
+    missing, misfits, claims = _join(parts, own_missing, misfits)
+    if is_discovered:
         del own["model"]
     # In all processes: if only one raised, the others would wait forever.
     _refuse_misfits(misfits)
-    by_rank = _gather_own_parts(run, model, owners, own)
-    findings = Findings(run.findings.of(*_OWN_KINDS))
+    by_rank = _gather_own_parts(parts, model, owners, own)
+    findings = Findings(parts.findings.of(*_OWN_KINDS))
     findings.add_missing(missing)
     findings.extend(Finding(FindingKind.CLAIM, text=word) for word in claims)
     return Record(
@@ -61,33 +64,33 @@ def capture(run: LiveRun) -> Record:
         cursor=run.cursor.dict(),
         model=model,
         by_rank=by_rank,
-        tables=_capture_tables(run.model),
+        tables=_capture_tables(parts.model),
         is_manual=run.is_manual,
         plugins=plugins,
         loops=loops,
         data={
             "description": source.description,
-            "state": _capture_data(run),
+            "state": _capture_data(parts),
             "length": source.pass_length if run.cursor.batch else source.length,
         },
         engine=engine,
         rng=rng.read_states(),
         num_threads=torch.get_num_threads(),
-        num_replicas=run.replicas.num_replicas,
+        num_replicas=parts.replicas.num_replicas,
         findings=findings,
         owners=owners,
         best_validations=run.best.as_plain(),
-        loss_means=run.loss_means.capture(run.replicas.gather_objects),
+        loss_means=parts.loss_means.capture(parts.replicas.gather_objects),
     )
 
 
-def _capture_data(run: LiveRun) -> dict[str, Any]:
+def _capture_data(parts: RunParts) -> dict[str, Any]:
     """Return the state of the data; it is the same for any number of processes."""
-    source = run.training_source
+    source = parts.training_source
     state = source.state_dict()
-    if run.replicas.has_single_process or not source.state_is_per_replica:
+    if parts.replicas.has_single_process or not source.state_is_per_replica:
         return state
-    return source.join_states(run.replicas.gather_objects(state))
+    return source.join_states(parts.replicas.gather_objects(state))
 
 
 def _refuse_misfits(misfits: dict[str, str]) -> None:
@@ -100,30 +103,26 @@ def _refuse_misfits(misfits: dict[str, str]) -> None:
         )
 
 
-def apply(record: Record, run: LiveRun, *, state: TrainingState, cursor: Cursor) -> None:
+def apply(record: Record, parts: RunParts, *, state: TrainingState, cursor: Cursor) -> None:
     """Restore the state of a training from a record.
 
     Args:
         record: the record; nothing that :func:`detach` would copy is referred to afterwards.
-        run: the run, after its setup.
+        parts: the objects of the run, after its setup.
         state: the counters of the record, adjusted to the options.
         cursor: the position in the data, likewise.
 
     Raises:
         StateError: if an object refuses its state.
     """
-    record = _take_own_part(record, run.replicas)
+    record, run = _take_own_part(record, parts.replicas), parts.run
     run.state, run.cursor, run.is_resumed = state, cursor, True
     run.is_manual = record.is_manual
-    run.findings.extend(record.findings.of(*_OWN_KINDS))
+    parts.findings.extend(record.findings.of(*_OWN_KINDS))
     if record.loss_means is not None:
-        run.loss_means.restore(
-            record.loss_means, state.global_iteration, run.replicas.local_replicas
-        )
-    run.training_source.load_state_dict(record.data["state"])
-    apply_trained(Trained.of(record), run, is_inference=False)
-    # The generators come last, when nothing can draw from them any more.
-    run.saved_randomness = record.rng
+        parts.loss_means.restore(record.loss_means, state, parts.replicas.local_replicas)
+    parts.training_source.load_state_dict(record.data["state"])
+    apply_trained(Trained.of(record), parts, is_inference=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,24 +160,24 @@ def choose_trained(record: Record, replicas: Replicas) -> Trained:
     return Trained.of(_take_own_part(record, replicas) if is_same else record)
 
 
-def capture_trained(run: LiveRun) -> Trained:
+def capture_trained(parts: RunParts) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
-    with run.model.discovery.keeping_names():
-        model, engine = run.model.state_dict(), _state_of_engine(run.engine)
-        plugins, loops = run.plugin_states.capture(), run.loop_states.capture()
+    with parts.model.discovery.keeping_names():
+        model, engine = parts.model.state_dict(), _state_of_engine(parts.engine)
+        plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
         own = {"model": model, "engine": engine}
         own |= {**_named("plugin", plugins), **_named("loop", loops)}
-        owners, _ = run.owner_states.capture(own)
-    model, plugins, owners = run.replicas.join_shards((model, plugins, owners))
-    return Trained(model, _capture_tables(run.model), plugins, loops, engine, owners)
+        owners, _ = parts.owner_states.capture(own)
+    model, plugins, owners = parts.replicas.join_shards((model, plugins, owners))
+    return Trained(model, _capture_tables(parts.model), plugins, loops, engine, owners)
 
 
-def apply_trained(trained: Trained, run: LiveRun, *, is_inference: bool) -> None:
+def apply_trained(trained: Trained, parts: RunParts, *, is_inference: bool) -> None:
     """Restore what the objects of a run hold.
 
     Args:
         trained: it.
-        run: the run, after its setup.
+        parts: the objects of the run, after its setup.
         is_inference: whether what the run does not have is passed over.
 
     Raises:
@@ -186,18 +185,23 @@ def apply_trained(trained: Trained, run: LiveRun, *, is_inference: bool) -> None
     """
     if not is_inference:
         # One that a model of helios-ml made of its own has no such form.
-        is_captured = run.is_discovered and "objects" in trained.model
-        made = run.model.discovery.check(trained.model) if is_captured else {}
-        run.owner_states.check(trained.owners, made)
+        is_captured = _is_discovered(parts.model) and "objects" in trained.model
+        made = parts.model.discovery.check(trained.model) if is_captured else {}
+        parts.owner_states.check(trained.owners, made)
     # Also where a method of the user's leaves out that of its base.
-    Engine.load_state_dict(run.engine, trained.engine)
-    run.engine.load_state_dict(trained.engine)
-    run.owner_states.prepare(trained.owners)
-    run.model.load_state_dict(trained.model, fast_init=is_inference)
-    apply_tables(trained.tables, run.model)
-    run.plugin_states.restore(trained.plugins)
-    run.loop_states.restore(trained.loops)
-    run.owner_states.restore(trained.owners, is_inference=is_inference)
+    Engine.load_state_dict(parts.engine, trained.engine)
+    parts.engine.load_state_dict(trained.engine)
+    parts.owner_states.prepare(trained.owners)
+    parts.model.load_state_dict(trained.model, fast_init=is_inference)
+    apply_tables(trained.tables, parts.model)
+    parts.plugin_states.restore(trained.plugins)
+    parts.loop_states.restore(trained.loops)
+    parts.owner_states.restore(trained.owners, is_inference=is_inference)
+
+
+def _is_discovered(model: Model) -> bool:
+    """Return whether Helios finds the model's state: it has no ``state_dict`` of its own."""
+    return type(model).state_dict is Model.state_dict
 
 
 def _state_of_engine(engine: Engine) -> dict[str, Any]:
@@ -234,14 +238,14 @@ def apply_tables(tables: Mapping[str, Mapping[str, Any]], model: Model) -> None:
 
 
 def _join(
-    run: LiveRun, missing: dict[str, str], misfits: dict[str, str]
+    parts: RunParts, missing: dict[str, str], misfits: dict[str, str]
 ) -> tuple[dict[str, str], dict[str, str], list[str]]:
     """Merge what is missing, what prevents a resume, and the claims, over all processes."""
     everybodys: dict[str, str] = {}
     unfit: dict[str, str] = {}
     claims: dict[str, None] = {}
-    own_claims = run.findings.names(FindingKind.CLAIM)
-    for own, odd, words in run.replicas.gather_objects((missing, misfits, own_claims)):
+    own_claims = parts.findings.names(FindingKind.CLAIM)
+    for own, odd, words in parts.replicas.gather_objects((missing, misfits, own_claims)):
         everybodys |= own
         unfit |= odd
         claims |= dict.fromkeys(words)
@@ -249,7 +253,7 @@ def _join(
 
 
 def _gather_own_parts(
-    run: LiveRun,
+    parts: RunParts,
     model: dict[str, Any],
     owners: dict[str, dict[str, Any]],
     own_states: dict[str, Any],
@@ -257,30 +261,31 @@ def _gather_own_parts(
     """Return what differs between processes of the same run, by rank; empty for one process.
 
     Args:
-        run: the run.
+        parts: the objects of the run.
         model: the state of the model.
         owners: what training has changed of the others besides their own states.
         own_states: what ``state_dict`` of user code has returned, by owner.
     """
-    source, unshared = run.training_source, run.findings.names(FindingKind.UNSHARED)
-    if run.replicas.has_single_process:
+    source, unshared = parts.training_source, parts.findings.names(FindingKind.UNSHARED)
+    if parts.replicas.has_single_process:
         return []
     owners = refer_to_sharded(owners, root="owners")
     # Sharded tensors are no process's own.
     of_users = {
         name: refer_to_sharded(state, root=name)
         for name, state in own_states.items()
-        if run.owner_states.has_own_state(name)
+        if parts.owner_states.has_own_state(name)
     }
-    differing = _find_differing(run, owners, of_users)
+    differing = _find_differing(parts, owners, of_users)
     if not (unshared or source.state_is_per_process or differing):
         return []
     # What an overridden state_dict of the model omits is among the owners.
-    objects = model["objects"] if run.is_discovered else {}
+    is_discovered = _is_discovered(parts.model)
+    objects = model["objects"] if is_discovered else {}
     own = {
-        "values": model["values"] if run.is_discovered and unshared else None,
+        "values": model["values"] if is_discovered and unshared else None,
         "places": {key: model[key] for key in _OWN_PLACES if key in model}
-        if run.is_discovered and unshared
+        if is_discovered and unshared
         else {},
         "objects": {
             # Sharded tensors are no process's own.
@@ -292,20 +297,20 @@ def _gather_own_parts(
         "owners": {name: owners[name] for name in differing if name in owners},
         "states": {name: of_users[name] for name in differing if name in of_users},
     }
-    return run.replicas.gather_objects(own)
+    return parts.replicas.gather_objects(own)
 
 
 def _find_differing(
-    run: LiveRun, owners: dict[str, dict[str, Any]], states: dict[str, dict[str, Any]]
+    parts: RunParts, owners: dict[str, dict[str, Any]], states: dict[str, dict[str, Any]]
 ) -> list[str]:
     """Return the owners whose state differs between processes, which binds the run to these."""
-    parts = {name: (owners.get(name), states.get(name)) for name in owners | states}
-    tables = run.replicas.gather_objects(run.owner_states.marks(parts))
+    values = {name: (owners.get(name), states.get(name)) for name in owners | states}
+    tables = parts.replicas.gather_objects(parts.owner_states.marks(values))
     names = sorted({name for table in tables for name in table})
     differing = [name for name in names if len({table.get(name) for table in tables}) > 1]
     for name in differing:
         text = f"the state of {name} differs between processes"
-        run.findings.add(FindingKind.OBSTACLE, text=text)
+        parts.findings.add(FindingKind.OBSTACLE, text=text)
     return differing
 
 

@@ -46,10 +46,12 @@ class CheckpointWriter:
 
     Attributes:
         newest: the newest checkpoint that was begun; on rank 0, of those that are committed.
+        failure: the error of a save of this process that must end the training, else ``None``.
     """
 
     def __init__(self, newest: Path | None = None, place: tuple[int, int] | None = None) -> None:
         self.newest = newest
+        self.failure: Exception | None = None
         self._announced = place
 
     def save(self, payload: dict[str, Any]) -> Path | None:
@@ -73,11 +75,6 @@ class CheckpointWriter:
     def has(self, state: TrainingState) -> bool:
         """Whether a checkpoint of this iteration is committed or in progress; rank 0 looks."""
         return self._announced == (state.global_epoch, state.global_iteration)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a save has failed, as far as this process knows; each process for itself."""
-        return False
 
     def raise_failure(self) -> None:
         """Raise the error of a failed save that must end the training, in all processes."""
@@ -111,9 +108,6 @@ class PlainWriter(CheckpointWriter):
         pins: whether the state is on CUDA devices.
         listeners: called at each save, in the thread that writes it.
         newest: the checkpoint that the run starts from; ``None`` without one.
-
-    Attributes:
-        failure: the error of a save that must end the training; otherwise ``None``.
     """
 
     def __init__(
@@ -127,7 +121,6 @@ class PlainWriter(CheckpointWriter):
         newest: Path | None = None,
     ) -> None:
         super().__init__(newest)
-        self.failure: Exception | None = None
         self._folder = folder
         self._describe = describe
         self._replicas = replicas or Replicas()
@@ -268,11 +261,6 @@ class PlainWriter(CheckpointWriter):
         except OSError:
             # A folder that cannot be listed is no reason to fail here: the save will report it.
             return None
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a save has failed, as far as this process knows."""
-        return self.failure is not None
 
     def raise_failure(self) -> None:
         """Raise the error of a failed save that must end the training, in all processes."""

@@ -11,6 +11,7 @@ bf16, 256 + 1 is 256, and fp16 ends at 65504.
 from __future__ import annotations
 
 import enum
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,8 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from helios.counters import TrainingState
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.listeners import Iteration, IterationListener
+from helios.text import with_step
+
+_LOGGER = logging.getLogger(__name__)
 
 # By name: a sum, and of how many numbers it is, or its weight.
 _Parts: TypeAlias = dict[str, tuple[float, float]]
@@ -158,13 +163,13 @@ _Totals: TypeAlias = dict[str, _Total]
 class LossMeans(IterationListener):
     """Sums of the losses of a run, and of what its replicas show beside them.
 
-    Args:
-        report: gets the name and the value of a loss that is not finite, and the first iteration
-            that it may be from: the last one is the current one. It gets later ones, too.
+    Attributes:
+        nonfinite: the first loss of this start that was not finite; empty if all were.
     """
 
-    def __init__(self, report: Callable[[str, float, int], None]) -> None:
-        self._report = report
+    def __init__(self) -> None:
+        self.nonfinite = ""
+        self._state = TrainingState()
         self._viewers: tuple[Viewer, ...] = ()
         self._losses: _Totals = {}
         self._beside: dict[int, _Totals] = {}
@@ -177,7 +182,8 @@ class LossMeans(IterationListener):
 
     def iteration_ended(self, iteration: Iteration) -> None:
         """Add the losses of an iteration; what is not a single number is left out."""
-        self._iteration, weighted = iteration.state.global_iteration, iteration.weighted
+        self._state, weighted = iteration.state, iteration.weighted
+        self._iteration = iteration.state.global_iteration
         for name, number in iteration.losses.items():
             weight: float = 1
             if name in weighted and weighted[name][0] is number:
@@ -199,7 +205,7 @@ class LossMeans(IterationListener):
                 sums[viewer] += value
             # Neither is the difference of two infinities.
             if value - value != 0:
-                self._report(name, value, self._iteration)
+                self._warn_of_nonfinite(name, value, self._iteration)
         if iteration.beside:
             self._add_beside(iteration.beside)
         if iteration.is_last:
@@ -263,7 +269,31 @@ class LossMeans(IterationListener):
                 odd = [viewer for viewer in Viewer if not math.isfinite(parts[viewer])]
                 if odd:
                     newest = max(odd, key=self._seen.__getitem__)
-                    self._report(name, parts[newest], self._seen[newest] + 1)
+                    self._warn_of_nonfinite(name, parts[newest], self._seen[newest] + 1)
+
+    def _warn_of_nonfinite(self, name: str, value: float, first: int) -> None:
+        """Warn of the first loss that is not finite, and note it for the summary.
+
+        Args:
+            name: its name.
+            value: its value, or the sum of which it is a part.
+            first: the first iteration that it may be from; the last one is the current one.
+        """
+        if self.nonfinite:
+            return
+        state = self._state
+        iteration = with_step(state.global_iteration, state.global_step)
+        place = f"epoch {state.global_epoch}, iteration {iteration}"
+        if first < state.global_iteration:
+            place = f"{place} or earlier, after iteration {first - 1}"
+        self.nonfinite = f"{name} was {value} ({place})"
+        _LOGGER.warning(
+            "%s is %s in %s, and no warning follows for later ones. The plugin NaNGuard names the "
+            "samples, and keeps such losses from the weights.",
+            name,
+            value,
+            place,
+        )
 
     def capture(self, gather: Gather) -> dict[str, Any] | None:
         """Return the sums that are state; ``None`` without any. All processes call this together.
@@ -278,23 +308,53 @@ class LossMeans(IterationListener):
         found = {replica: part for each in gather(beside) for replica, part in each.items()}
         return {"losses": _capture(self._losses, viewers), "beside": dict(sorted(found.items()))}
 
-    def restore(self, state: Mapping[str, Any], iteration: int, replicas: Collection[int]) -> None:
+    def restore(
+        self, sums: Mapping[str, Any], state: TrainingState, replicas: Collection[int]
+    ) -> None:
         """Continue with what :meth:`capture` has returned.
 
         Args:
-            state: the sums.
-            iteration: the iteration that they end with.
+            sums: the sums.
+            state: the counters of the iteration that they end with.
             replicas: those of this process.
         """
-        self._iteration = iteration
+        self._state, self._iteration = state, state.global_iteration
         # What is not finite in a sum that is continued may be from an earlier start.
-        self._seen = [0 if viewer in KEPT else iteration for viewer in Viewer]
-        self._losses = _restore(state["losses"])
+        self._seen = [0 if viewer in KEPT else self._iteration for viewer in Viewer]
+        self._losses = _restore(sums["losses"])
         self._beside = {
             replica: _restore(part)
-            for replica, part in state["beside"].items()
+            for replica, part in sums["beside"].items()
             if replica in replicas
         }
+
+
+@final
+class LossLog(IterationListener):
+    """Logs the mean losses, over all replicas, where that is due.
+
+    Args:
+        means: the sums.
+        log: logs numbers by name.
+        gather: returns the values of all processes, in the order of ranks.
+    """
+
+    def __init__(
+        self, means: LossMeans, log: Callable[[Mapping[str, Any]], None], gather: Gather
+    ) -> None:
+        self._means = means
+        self._log = log
+        self._gather = gather
+
+    def iteration_ended(self, iteration: Iteration) -> None:
+        """Log the means since they were logged last."""
+        iteration.logged = None
+        if iteration.logs:
+            means = self._means.pop_means(Viewer.FILES, self._gather)
+            # What is no number cannot be logged, and says so.
+            others = {name: x for name, x in iteration.losses.items() if name not in means}
+            self._log({f"train/{name}": loss for name, loss in (means | others).items()})
+            iteration.logged = means
 
 
 def _read(number: Any) -> float | Tensor | None:

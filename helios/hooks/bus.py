@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from helios.core.utils import read_signature
@@ -195,6 +196,7 @@ class Bus:
             iteration looks here first, to avoid a call for an event without receivers.
         asking: the events in which a receiver may request a checkpoint, the end or a skip, or
             change the losses.
+        is_logging: whether numbers are being logged, so that a receiver must not log any.
 
     Raises:
         ArgumentTypeError: for a method whose parameters are not those of the table, or that is
@@ -232,10 +234,16 @@ class Bus:
             )
         self.active = {event: found[0] for event, found in self._receivers.items() if found}
         self.asking = asking
+        self.is_logging = False
 
     def names_of_receivers(self, event: str) -> list[str]:
         """Return the names of an event's receivers, in the order of the calls."""
         return [owner_name(owner) for owner in self._owners[event]]
+
+    def find(self, event: str) -> Callable[..., Any] | None:
+        """Return what calls all receivers of an event; ``None`` if it has none."""
+        has_several = len(self._receivers[event]) > 1
+        return partial(self.emit, event) if has_several else self.active.get(event)
 
     def emit(self, event: str, *args: Any) -> None:
         """Call all receivers of an event."""

@@ -23,11 +23,12 @@ from helios.core.loss_means import as_number
 from helios.counters import Cursor, Phase, TrainingState, TrainingUnit
 from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, ReadOnlyError, UsageError
-from helios.hooks.live_run import LiveRun
 from helios.hooks.per_replica import Part, PerReplica
 
 if TYPE_CHECKING:
     from helios import Model
+    from helios.run_parts import RunParts
+    from helios.run_state import RunState
 
 Item = TypeVar("Item")
 RunModel = TypeVar("RunModel", bound="Model", default="Model", covariant=True)
@@ -92,12 +93,14 @@ class Context(Generic[RunModel]):
     from 1. ``Context[MyModel]`` tells type checkers which model it has.
     """
 
-    __slots__ = ("__weakref__", "_run")
+    __slots__ = ("__weakref__", "_parts", "_run")
 
-    _run: LiveRun
+    _parts: RunParts
+    _run: RunState
 
-    def __init__(self, run: LiveRun) -> None:
-        object.__setattr__(self, "_run", run)
+    def __init__(self, parts: RunParts) -> None:
+        object.__setattr__(self, "_parts", parts)
+        object.__setattr__(self, "_run", parts.run)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise _refuse_assignment(name)
@@ -138,12 +141,12 @@ class Context(Generic[RunModel]):
     @property
     def start_epoch(self) -> int:
         """The epoch in which this start of the run began, from 0."""
-        return self._run.start_epoch
+        return self._run.start[0]
 
     @property
     def start_step(self) -> int:
         """Optimizer steps made before this start."""
-        return self._run.start_step
+        return self._run.start[1]
 
     @property
     def is_replay(self) -> bool:
@@ -151,12 +154,12 @@ class Context(Generic[RunModel]):
 
         What you log or upload was logged before: write nothing then.
         """
-        return self._run.is_replay
+        return self._parts.is_replay
 
     @property
     def run_folder(self) -> Path | None:
         """Folder of the run's checkpoints and records; ``None`` without checkpoints."""
-        return self._run.run_folder
+        return self._parts.run_folder
 
     @property
     def has_changed(self) -> bool:
@@ -169,19 +172,19 @@ class Context(Generic[RunModel]):
     @property
     def loss(self) -> Tensor | None:
         """The current loss, detached; ``None`` before there is one, and in manual mode."""
-        loss = self._run.attached_loss
+        loss = self._run.loss
         return None if loss is None else loss.detach()
 
     @property
     def model(self) -> RunModel:
         """The user's model."""
-        model: Any = self._run.model
+        model: Any = self._parts.model
         return model  # type: ignore[no-any-return]
 
     @property
     def engine(self) -> Engine:
         """The engine."""
-        return self._run.engine
+        return self._parts.engine
 
     @property
     def state(self) -> TrainingState:
@@ -201,7 +204,7 @@ class Context(Generic[RunModel]):
     @property
     def can_save(self) -> bool:
         """Whether the run writes checkpoints; without them, an interruption loses all progress."""
-        return self._run.can_save
+        return self._parts.can_save
 
     @property
     def is_in_epoch(self) -> bool:
@@ -216,28 +219,28 @@ class Context(Generic[RunModel]):
     @property
     def num_replicas(self) -> int:
         """Number of data-parallel replicas that define the run; 1 for most runs."""
-        return self._run.replicas.num_replicas
+        return self._parts.replicas.num_replicas
 
     def choose(self, lone: Any, shared: Any) -> Any:
         """Return one of two values, for one replica or for several; call it once, at the start."""
-        return lone if self._run.replicas.has_single_replica else shared
+        return lone if self._parts.replicas.has_single_replica else shared
 
     @property
     def num_processes(self) -> int:
         """Number of processes that run the replicas; no result may depend on it."""
-        return self._run.replicas.num_processes
+        return self._parts.replicas.num_processes
 
     @property
     def global_rank(self) -> int:
         """Rank of this process among all of them, from 0."""
-        return self._run.replicas.rank
+        return self._parts.replicas.rank
 
     rank = global_rank
 
     @property
     def local_rank(self) -> int:
         """Rank of this process on its machine, from 0."""
-        return self._run.model.local_rank
+        return self._parts.model.local_rank
 
     @property
     def replica(self) -> int:
@@ -247,7 +250,7 @@ class Context(Generic[RunModel]):
         replica of this process; :attr:`batch`, :attr:`model_outputs` and :attr:`loss` are the
         replica's.
         """
-        return self._run.turns.replica
+        return self._parts.runner.replica
 
     @property
     def padding(self) -> tuple[int, int]:
@@ -257,10 +260,10 @@ class Context(Generic[RunModel]):
         all replicas get equally many, unless ``drop_last`` is set. Valid as :attr:`replica` is, in
         training; (0, 0) for batches without padding.
         """
-        batches, turns = self._run.training_batches, self._run.turns
+        batches = self._run.batches
         if batches is None or not batches.repeats or batches.sizes is None:
             return 0, 0
-        index = self._run.replicas.local_replicas.index(turns.replica)
+        index = self._parts.replicas.local_replicas.index(self.replica)
         return batches.repeats[index], batches.sizes[index]
 
     def agree(self, flag: bool) -> bool:
@@ -274,7 +277,7 @@ class Context(Generic[RunModel]):
         Args:
             flag: the flag of this process.
         """
-        (is_raised,) = self._run.replicas.agree(flag)
+        (is_raised,) = self._parts.replicas.agree(flag)
         return bool(is_raised)
 
     def gather(self, value: Any) -> list[Any]:
@@ -285,7 +288,7 @@ class Context(Generic[RunModel]):
         Args:
             value: plain values and CPU tensors.
         """
-        return self._run.replicas.gather_objects(value)
+        return self._parts.replicas.gather_objects(value)
 
     def gather_replicas(self, values: Sequence[Any]) -> list[Any]:
         """Return a small value of every replica, in their order; otherwise as :meth:`gather`.
@@ -293,7 +296,7 @@ class Context(Generic[RunModel]):
         Args:
             values: one for each replica of this process, in order.
         """
-        return self._run.replicas.gather_replicas(values)
+        return self._parts.replicas.gather_replicas(values)
 
     def per_replica(
         self, make: Callable[[], Part], merge: Callable[[Part, Part], Part]
@@ -310,7 +313,7 @@ class Context(Generic[RunModel]):
             merge: gets two objects and returns one with the data of the first, then of the second;
                 it may be one of them. The last two replicas are merged first.
         """
-        return PerReplica(self._run, make, merge)
+        return PerReplica(self._parts, make, merge)
 
     @property
     def epoch_id(self) -> int:
@@ -340,7 +343,7 @@ class Context(Generic[RunModel]):
     @property
     def window_index(self) -> int:
         """Number of the current batch in its accumulation window, from 0."""
-        schedule = self._run.schedule
+        schedule = self._parts.schedule
         if not schedule.is_by_epoch:
             return self.global_micro_step_id % schedule.accumulation_steps
         if self._run.is_manual:
@@ -351,13 +354,13 @@ class Context(Generic[RunModel]):
     @property
     def max_epoch(self) -> float | None:
         """Number of epochs of the run; ``None`` if steps are counted."""
-        schedule = self._run.schedule
+        schedule = self._parts.schedule
         return schedule.total_steps if schedule.unit is TrainingUnit.EPOCH else None
 
     @property
     def max_step(self) -> float | None:
         """Number of optimizer steps of the run; ``None`` if epochs are counted."""
-        schedule = self._run.schedule
+        schedule = self._parts.schedule
         return schedule.total_steps if schedule.unit is TrainingUnit.ITERATION else None
 
     @property
@@ -366,23 +369,23 @@ class Context(Generic[RunModel]):
 
         A loader that is not a ``torch.utils.data.DataLoader`` is returned unchanged.
         """
-        sources = self._run.sources.get(self._run.phase)
+        sources = self._parts.sources.get(self._run.phase)
         return sources[0].loader if sources else None
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
         """The optimizers of the model, by attribute path; the table is read only."""
-        return MappingProxyType(self._run.model.discovery.optimizers())
+        return MappingProxyType(self._parts.model.discovery.optimizers())
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer that steps, or the model's only one; ``None`` if there are several."""
-        return self._run.stepping_optimizer or _only(self.optimizers)
+        return self._run.optimizer or _only(self.optimizers)
 
     @property
     def lr_schedulers(self) -> Mapping[str, LRScheduler]:
         """The learning-rate schedulers of the model, by attribute path; the table is read only."""
-        return MappingProxyType(self._run.model.discovery.schedulers())
+        return MappingProxyType(self._parts.model.discovery.schedulers())
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
@@ -409,7 +412,7 @@ class Context(Generic[RunModel]):
             place: the value of :attr:`place` in that batch; by default the current batch.
         """
         place = place or self._run.cursor
-        source = self._run.training_source
+        source = self._parts.training_source
         return source.indices(place.epoch, batch=place.batch, sample=place.sample)
 
     def log(self, scalars: Mapping[str, Any], *surplus: object) -> None:
@@ -427,12 +430,12 @@ class Context(Generic[RunModel]):
                 "context.log(...) must be called with one mapping of names to numbers, got "
                 f"{', '.join(map(repr, (scalars, *surplus)))}. Pass e.g. {{'train/loss': loss}}."
             )
-        run = self._run
-        files = run.find_scalars()
-        is_wanted = files is not None or "on_log" in run.hooks.active
+        run, hooks = self._run, self._parts.hooks
+        files = self._parts.get_scalars()
+        is_wanted = files is not None or "on_log" in hooks.active
         if run.is_sanity_check or run.is_repeating or not is_wanted or not scalars:
             return
-        if run.is_logging:
+        if hooks.is_logging:
             raise UsageError(
                 "Context.log(...) must not be called in on_log, because it calls on_log itself and "
                 "would never return. Log in another event."
@@ -443,11 +446,11 @@ class Context(Generic[RunModel]):
             # One that user code has written at this iteration, as scripts of Helios 1 do, is kept.
             if files is not None and not files.has_point(name, step):
                 files.add_scalar(name, value, step)
-        run.is_logging = True
+        hooks.is_logging = True
         try:
-            run.hooks.emit("on_log", numbers, run.state)
+            hooks.emit("on_log", numbers, run.state)
         finally:
-            run.is_logging = False
+            hooks.is_logging = False
 
     def declare_summed(self, scores: Mapping[str, Any]) -> None:
         """Say in ``on_validation_end`` that scores of ``model.metrics`` are those of all processes.
@@ -462,24 +465,21 @@ class Context(Generic[RunModel]):
 
     def request_checkpoint(self) -> None:
         """Request a checkpoint at the next safe point."""
-        agreement = self._run.agreement
-        agreement.check_open("Context.request_checkpoint()")
-        agreement.asked.is_checkpoint_wanted = True
+        self._parts.agreement.check_open("Context.request_checkpoint()")
+        self._run.asked.is_checkpoint_wanted = True
 
     def request_stop(self, reason: str) -> None:
         """Request the regular end of the run at the next safe point; the first reason counts."""
-        agreement = self._run.agreement
-        agreement.check_open("Context.request_stop()")
-        agreement.asked.stop_reason = agreement.asked.stop_reason or reason
+        self._parts.agreement.check_open("Context.request_stop()")
+        self._run.asked.stop_reason = self._run.asked.stop_reason or reason
 
     def interrupt(self, reason: str) -> None:
         """Request a checkpoint and the end of the call at the next safe point, as a signal does.
 
         ``fit`` then raises ``helios.Interrupted``. Run the same command again to resume.
         """
-        agreement = self._run.agreement
-        agreement.check_open("Context.interrupt()")
-        agreement.asked.interruption = agreement.asked.interruption or reason
+        self._parts.agreement.check_open("Context.interrupt()")
+        self._run.asked.interruption = self._run.asked.interruption or reason
 
     def skip_step(self, reason: str) -> None:
         """Skip the current update; call this before or in ``on_optimizer_step_start``.

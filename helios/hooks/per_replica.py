@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 import torch
 
 from helios.engines.device import move_to_device
-from helios.hooks.live_run import LiveRun
 from helios.protocols import Stateful
+
+if TYPE_CHECKING:
+    from helios.run_parts import RunParts
 
 Part = TypeVar("Part", bound=Stateful)
 
@@ -28,23 +30,23 @@ class PerReplica(Generic[Part]):
         local: the objects of the replicas of this process, by the number of the replica, in order.
 
     Args:
-        run: the run.
+        parts: the objects of the run.
         make: as there.
         merge: as there.
     """
 
     def __init__(
-        self, run: LiveRun, make: Callable[[], Part], merge: Callable[[Part, Part], Part]
+        self, parts: RunParts, make: Callable[[], Part], merge: Callable[[Part, Part], Part]
     ) -> None:
-        self._run = run
+        self._parts = parts
         self._make = make
         self._merge = merge
-        self.local = {replica: make() for replica in run.replicas.local_replicas}
+        self.local = {replica: make() for replica in parts.replicas.local_replicas}
 
     @property
     def current(self) -> Part:
         """The object of the replica that runs, where ``Context.replica`` is valid."""
-        return self.local[self._run.turns.replica]
+        return self.local[self._parts.runner.replica]
 
     def merged(self) -> Part:
         """Return an object with what all replicas have; all processes must call this together."""
@@ -66,7 +68,7 @@ class PerReplica(Generic[Part]):
 
     def _gather(self) -> list[dict[str, Any]]:
         own = [move_to_device(part.state_dict(), _CPU) for part in self.local.values()]
-        return self._run.replicas.gather_replicas(own)
+        return self._parts.replicas.gather_replicas(own)
 
     def _load(self, state: dict[str, Any]) -> Part:
         part = self._make()

@@ -1,7 +1,6 @@
 """The order of events: the loops over epochs, batches and evaluations."""
 
-from helios.loops.batch import BatchLoop
-from helios.loops.epoch import EpochLoop
+from helios.loops.epoch import BatchLoop, EpochLoop
 from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop

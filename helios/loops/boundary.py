@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, final
 
 import helios.schedule as due
+from helios.best import Validation
+from helios.checkpoint.capture import capture
+from helios.core.loss_means import Viewer, as_numbers
 from helios.counters import Phase
-from helios.session import Place, Session
+from helios.findings import FindingKind
+from helios.listeners import Validated
+from helios.run_parts import RunParts
+from helios.run_state import Place
+from helios.state.steps import check_alike
 
 Validate: TypeAlias = Callable[[], bool]
 
@@ -50,11 +58,14 @@ class Boundary:
     """Runs what follows a step or an epoch.
 
     Args:
-        session: the run.
+        parts: the objects of the run.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self._run = parts.run
+        self._schedule = parts.schedule
+        self._settle = parts.agreement.settle
         self._next_due = 0.0
 
     def follow(
@@ -67,82 +78,138 @@ class Boundary:
             validate: runs a validation; returns whether there is data for one.
             end_epoch: advances the counters after the validation at the end of an epoch.
         """
-        session, schedule, state = self._session, self._session.schedule, self._session.state
-        session.place = Place.BOUNDARY
-        if kind.agrees and not session.agree(ends_window=True):
-            is_quiet = not kind.is_counted or state.current_iteration < self._next_due
+        run = self._run
+        run.place = Place.BOUNDARY
+        if kind.agrees and not self._settle(ends_window=True):
+            is_quiet = not kind.is_counted or run.state.current_iteration < self._next_due
             if is_quiet:
                 return False
         # At the end of a run by steps, nothing is validated or saved just because it is due.
-        is_open = kind is EPOCH or not session.is_stopping
+        is_open = kind is EPOCH or not run.is_stopping
         has_validated = kind.validates and is_open and self.validate_if_due(validate)
         if end_epoch is not None:
             end_epoch()
         elif has_validated:
-            session.agree()
+            self._settle()
         if kind.is_counted:
             self.check_limits()
-            self._next_due = due.find_next(schedule, state)
-        is_due = kind.is_counted and is_open and due.is_save_due(schedule, state)
+            self._next_due = due.find_next(self._schedule, run.state)
+        is_due = kind.is_counted and is_open and due.is_save_due(self._schedule, run.state)
         self._pass_safe_point(is_due=is_due)
         return self._leave(kind, has_validated=has_validated)
 
     def resume(self, kind: BoundaryRules) -> bool:
         """Continue after the safe point of the checkpoint; returns as :meth:`follow` does."""
-        session = self._session
-        is_open = kind is EPOCH or not session.is_stopping
+        is_open = kind is EPOCH or not self._run.is_stopping
         has_validated = (
             kind.validates
             and is_open
-            and Phase.VALIDATION in session.sources
-            and due.is_validation_due(session.schedule, session.state)
+            and Phase.VALIDATION in self._parts.sources
+            and due.is_validation_due(self._schedule, self._run.state)
         )
         self.check_limits()
         return self._leave(kind, has_validated=has_validated)
 
     def poll(self) -> None:
         """Ask plugins and model whether training should stop."""
-        if self._session.hooks.ask("should_training_stop"):
-            self._session.context.request_stop("should_training_stop returned True")
+        if self._parts.hooks.ask("should_training_stop"):
+            self._parts.context.request_stop("should_training_stop returned True")
 
     def check_limits(self) -> None:
         """Request the end of the run if the options say so."""
-        session = self._session
-        limit = due.find_limit(session.schedule, session.state, session.cursor)
+        limit = self._find_limit()
         if limit:
-            session.stop(limit)
+            self._run.stop(limit)
+
+    def _find_limit(self) -> str:
+        return due.find_limit(self._schedule, self._run.state, self._run.cursor)
 
     def validate_if_due(self, validate: Validate) -> bool:
         """Run a validation if one is due, and count it; returns whether it took place."""
-        session = self._session
-        if not due.is_validation_due(session.schedule, session.state) or not validate():
+        parts, run = self._parts, self._run
+        if not due.is_validation_due(self._schedule, run.state) or not validate():
             return False
-        if session.schedulers is not None and not session.is_manual:
-            session.schedulers.after_validation(session.model.metrics)
-        session.log_scores()
-        session.state.end_validation()
-        session.state.record_improvement(has_improved=session.judge_scores())
+        scores = parts.model.metrics
+        if parts.schedulers is not None and not run.is_manual:
+            parts.schedulers.after_validation(scores)
+        parts.context.log({f"valid/{name}": score for name, score in as_numbers(scores).items()})
+        run.state.end_validation()
+        run.state.record_improvement(has_improved=self._judge_scores())
         return True
+
+    def _judge_scores(self) -> bool:
+        """Judge the validation that has ended, whether it is one of the best, and tell listeners.
+
+        The scores of rank 0 decide in all processes. One of the best is saved at the safe point of
+        the same boundary, if the rule says so.
+
+        Returns:
+            Whether ``have_metrics_improved`` returned True in any process.
+        """
+        parts, run, state = self._parts, self._run, self._run.state
+        gather, table = parts.replicas.gather_objects, parts.model.metrics
+        judgements = gather((bool(parts.model.have_metrics_improved()), as_numbers(table)))
+        has_improved = any(improved for improved, _ in judgements)
+        losses = parts.loss_means.pop_means(Viewer.VALIDATION, gather)
+        validation = Validation(state.global_iteration, judgements[0][1], state.global_step)
+        is_among = run.best.judge(validation, has_improved=has_improved)
+        if is_among and run.best.rule is not None and run.best.rule.saves:
+            run.agreed.is_checkpoint_wanted = True
+        # A hook may have replaced a sum by a score of its own.
+        summed = {name for name, score in run.summed_scores.items() if table.get(name) is score}
+        validated = Validated(
+            validation.scores,
+            state,
+            has_improved=has_improved,
+            best=run.best.best,
+            by_hand=validation.scores.keys() - summed,
+            losses=losses,
+        )
+        for listener in parts.run_listeners:
+            listener.validated(validated)
+        return has_improved
 
     def _pass_safe_point(self, *, is_due: bool) -> None:
         """Write a checkpoint if one is due, requested or final."""
-        session = self._session
-        if session.is_stopping:
-            limit = due.find_limit(session.schedule, session.state, session.cursor)
-            if not limit:
-                session.cursor.stop(session.agreement.agreed.stop_reason)
-        is_wanted = is_due or session.agreement.agreed.is_checkpoint_wanted or session.is_leaving
-        session.agreement.agreed.is_checkpoint_wanted = False
-        if is_wanted:
-            session.save()
+        run = self._run
+        if run.is_stopping and not self._find_limit():
+            run.cursor.stop(run.agreed.stop_reason)
+        is_wanted = is_due or run.agreed.is_checkpoint_wanted or run.is_leaving
+        run.agreed.is_checkpoint_wanted = False
+        if is_wanted and self._parts.can_save:
+            self._save()
+
+    def _save(self) -> None:
+        """Write a checkpoint of this safe point, if it is not written yet."""
+        parts, run, writer = self._parts, self._run, self._parts.writer
+        # If a poll after the save ends the run, the checkpoint exists already.
+        if writer is None or writer.has(run.state):
+            return
+        run.place = Place.SAVE
+        parts.loss_means.report_nonfinite()
+        parts.idle_watch.conclude(run.state.global_iteration, is_manual=run.is_manual)
+        check_weights(parts)
+        if run.is_leaving:
+            parts.note_last_safe_point()
+        record = capture(parts)
+        parts.check_record(record)
+        snapshot = record.snapshot()
+        parts.hooks.emit("on_save_checkpoint", snapshot)
+        writer.save(snapshot)
 
     def _leave(self, kind: BoundaryRules, *, has_validated: bool) -> bool:
         """Do what follows a safe point: the last poll, and the end if one is due."""
-        session = self._session
+        run = self._run
         if has_validated or kind.polls_late:
-            before = (session.is_stopping, session.is_leaving)
+            before = (run.is_stopping, run.is_leaving)
             self.poll()
-            session.agree()
-            if (session.is_stopping, session.is_leaving) != before:
+            self._settle()
+            if (run.is_stopping, run.is_leaving) != before:
                 self._pass_safe_point(is_due=False)
-        return session.is_leaving
+        return run.is_leaving
+
+
+def check_weights(parts: RunParts) -> None:
+    """Check that all processes have the same weights; raises ``UsageError`` if they differ."""
+    ignored = parts.findings.names(FindingKind.UNSHARED)
+    parts.replicas.compare(partial(check_alike, parts.model.discovery, ignored=ignored))

@@ -1,21 +1,28 @@
-"""``EpochLoop``: one epoch, from the cursor to its end; ``Boundary`` decides what follows."""
+"""``EpochLoop``: one epoch, from the cursor to its end; ``Boundary`` decides what follows.
+
+Each iteration fetches a batch for each replica of this process, runs the ``BatchLoop`` on each, and
+counts.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import helios.schedule as due
 from helios.core.utils import AverageTimer
+from helios.counters import Phase
 from helios.data.source import BatchIterator, NoBatches
 from helios.errors import UsageError
 from helios.findings import FindingKind
-from helios.listeners import Iteration, Listeners
-from helios.loops.batch import BatchLoop
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
-from helios.loops.loop import Loop, make_stray_stop, require
-from helios.session import Place, Session
+from helios.loops.loop import Loop, make_stray_stop, moves_batches, require
+from helios.loops.optimizer import OptimizerLoop
+from helios.replicas.replicas import Replicas
+from helios.run_parts import RunParts
+from helios.run_state import Place
 
 _LOGGER = logging.getLogger(__name__)
 _NONE = NoBatches("EpochLoop.batches")
@@ -23,12 +30,74 @@ _END = object()
 _IDLE_BATCHES = 100
 
 
+class BatchLoop(Loop):
+    """The default batch loop: moves the batch of a replica to the device and trains on it."""
+
+    _bound: ClassVar[str] = "_moves _prepares"
+    _internals: ClassVar[str] = f"{_bound} _is_done optimizer_loop"
+
+    roles = ("optimizer_loop",)
+    _role_types: ClassVar = {"optimizer_loop": OptimizerLoop}
+    _role_arguments: ClassVar = {"optimizer_loop": ("batch",)}
+
+    if TYPE_CHECKING:
+
+        def connect(self, *, optimizer_loop: Loop = ...) -> None: ...  # type: ignore[override]
+
+    def __init__(self, optimizer_loop: Loop | None = None) -> None:
+        super().__init__()
+        self.optimizer_loop: OptimizerLoop = optimizer_loop  # type: ignore[assignment]
+        self._is_done = False
+
+    def _bind(self, parts: RunParts) -> None:
+        self._moves = moves_batches(parts)
+        is_mapped = "process_training_batch" in parts.hooks.active
+        is_own = type(self).prepare is not BatchLoop.prepare
+        self._prepares = self._moves or is_mapped or is_own
+
+    @property
+    def done(self) -> bool:
+        """Whether the replica's batch is done."""
+        return self._is_done
+
+    def reset(self) -> None:
+        """Prepare for one iteration."""
+        self._is_done = False
+
+    def advance(self, batch: Any) -> None:
+        """Train on the batch of one replica."""
+        self._is_done = True
+        child = self.optimizer_loop or require(self.optimizer_loop)
+        # Helios' own has one round for each batch.
+        train = child.run if child._has_own_cycle else child.advance
+        train(self.prepare(batch) if self._prepares else batch)
+
+    def prepare(self, batch: Any) -> Any:
+        """Return a batch on the device, as the owner of ``process_training_batch`` maps it.
+
+        Loops that replace this one must call it too, exactly once per batch.
+
+        Raises:
+            UsageError: if it raises ``StopIteration``, which must not end a loop.
+        """
+        try:
+            if self._moves:
+                batch = self._parts.model.batch_to_device(batch, Phase.TRAINING)
+            return self._parts.hooks.transform("process_training_batch", batch, self._run.state)
+        except StopIteration as error:
+            raise make_stray_stop(error) from error
+
+
 class EpochLoop(Loop):
     """The default epoch loop."""
 
+    _bound: ClassVar[str] = (
+        "_batch_ended _batch_started _boundary _engine _iteration _iteration_ended _runner "
+        "_schedule _shared _state _step_ended _step_started _train"
+    )
     _internals: ClassVar[str] = (
-        "_batches _boundary _counted _has_left _is_complete _is_over _iteration _kind _listeners "
-        "_must_open _num_done _timer batch_loop val_loop"
+        f"{_bound} _batches _counted _has_left _is_complete _is_over _kind _must_open _num_done "
+        "_timer batch_loop val_loop"
     )
 
     roles = ("batch_loop", "val_loop")
@@ -49,12 +118,22 @@ class EpochLoop(Loop):
         self._must_open = False
         self._kind = STEP
         self._timer = AverageTimer()
-        self._listeners = Listeners()
         self._is_over = False
         self._is_complete = False
         self._has_left = False
         self._num_done = 0
         self._counted: tuple[int, ...] = ()
+
+    def _bind(self, parts: RunParts) -> None:
+        self._engine, self._schedule = parts.engine, parts.schedule
+        self._runner, self._shared = parts.runner, parts.shared_runner
+        self._iteration = parts.iteration
+        self._iteration_ended = parts.listeners.iteration_ended
+        self._train = self._train_alone if self._shared is None else self._train_replicas
+        self._step_started = parts.hooks.find("on_training_step_start")
+        self._batch_started = parts.hooks.find("on_training_batch_start")
+        self._batch_ended = parts.hooks.find("on_training_batch_end")
+        self._step_ended = parts.hooks.find("on_training_step_end")
 
     @property
     def done(self) -> bool:
@@ -78,16 +157,14 @@ class EpochLoop(Loop):
 
     def reset(self) -> None:
         """Prepare the epoch; open its data at the cursor if no hook precedes the first batch."""
-        session = self._session
         self._is_over = self._has_left = self._is_complete = False
         self._num_done = 0
-        self._boundary = Boundary(session)
-        self._kind = WINDOW if session.schedule.is_by_epoch else STEP
-        self._listeners = session.listeners
-        self._iteration = Iteration(session.state, session.loss_means)
+        self._state = self._iteration.state = self._run.state
+        self._boundary = Boundary(self._parts)
+        self._kind = WINDOW if self._schedule.is_by_epoch else STEP
         self._must_open = True
-        session.num_skipped_batches = 0
-        if session.is_in_epoch:
+        self._run.num_skipped_batches = 0
+        if self._run.is_in_epoch:
             self._open()
 
     def _open(self) -> None:
@@ -97,13 +174,13 @@ class EpochLoop(Loop):
         reach them.
         """
         self._must_open = False
-        session, cursor, listeners = self._session, self._session.cursor, self._listeners
-        source = session.training_source
+        run, cursor, listeners = self._run, self._run.cursor, self._parts.listeners
+        source = self._parts.training_source
         total, done = source.measure(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
         if not source.ends_together:
             total = None
         self._is_complete = total == done
-        session.num_skipped_batches = cursor.batch - done
+        run.num_skipped_batches = cursor.batch - done
         self._batches = source.batches(
             cursor.epoch,
             batch=cursor.batch,
@@ -112,80 +189,89 @@ class EpochLoop(Loop):
         )
         self._catch_up()
         if not source.ends_together:
-            self._batches = EvenBatches(self._batches, session)
-        session.training_batches = self._batches
-        session.turns.begin_epoch()
+            self._batches = EvenBatches(self._batches, self._parts.replicas)
+        run.batches = self._batches
+        if self._shared is not None:
+            self._shared.begin_epoch()
         for notify in listeners.epoch_opened:
             notify(cursor.epoch, total, cursor.step)
         self._timer.start()
 
     def _catch_up(self) -> None:
         """Read again what comes before the cursor, with a bar, if the data cannot start there."""
-        session, count, label = self._session, self._batches.replay_length, "reading again"
+        count, evaluated = self._batches.replay_length, self._parts.listeners.evaluated
         if not count:
             return
-        session.notify_evaluated(label, 0, count)
+        for notify in evaluated:
+            notify("reading again", 0, count)
         for number, _ in enumerate(self._batches.catch_up(), 1):
-            session.num_read_again += 1
-            session.notify_evaluated(label, number, count)
+            self._run.num_other_batches += 1
+            for notify in evaluated:
+                notify("reading again", number, count)
         self._end_pause()
 
     def on_run_start(self) -> None:
         """Begin the epoch, or continue after the safe point of a checkpoint inside it."""
-        session = self._session
-        if session.is_in_epoch:
+        if self._run.is_in_epoch:
             if self._boundary.resume(self._kind):
                 self._leave()
             return
-        session.state.begin_epoch(session.cursor.epoch)
-        session.hooks.emit("on_training_epoch_start", session.state.global_epoch)
-        session.check_data(False)
+        self._state.begin_epoch(self._run.cursor.epoch)
+        self._parts.hooks.emit("on_training_epoch_start", self._state.global_epoch)
+        self._parts.check_data()
         if self._must_open:
             self._open()
 
     def advance(self) -> None:
         """Train on the batches of one iteration."""
-        session = self._session
-        state, turns = session.state, session.turns
         if self._must_open:
             # A subclass has an on_run_start of its own.
             self._open()
-        batches = self._batches
-        session.place = Place.NEXT_BATCH
+        run, batches = self._run, self._batches
+        run.place = Place.NEXT_BATCH
         found = next(batches)
         if batches.skipped[0]:
             self._jump(*batches.skipped)
-        for notify in self._listeners.batches_fetched:
+        for notify in self._parts.listeners.batches_fetched:
             numbers = notify(found, batches.indices, batches.contents)
             if numbers:
-                turns.add_with_losses(numbers)
+                self._runner.add_with_losses(numbers)
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
-        child = self.batch_loop or require(self.batch_loop)
-        # Helios' own has one round for each batch.
-        train = child.run if child._has_own_cycle else child.advance
-        session.place = Place.STEP
+        run.place = Place.STEP
         try:
-            for replica, batch in zip(session.replicas.local_replicas, found, strict=True):
-                turns.begin(replica, opens_window=opens_window)
-                if not turns.is_first:
-                    session.batch = session.raw_batch = batch
-                turns.has_collected = False
-                train(batch)
-                if not turns.has_collected and not session.is_manual:
-                    self._refuse_lost_turn()
-                turns.end(ends_window=state.is_step_boundary)
-            self._end_iteration(batches.num_samples)
+            self._train(found, opens_window)
+            self._end_iteration(batches)
         except StopIteration as error:
             raise make_stray_stop(error) from error
 
-    def _refuse_lost_turn(self) -> None:
+    def _train_alone(self, batches: Sequence[Any], opens_window: bool) -> None:
+        """Train on the batch of a single replica."""
+        child = self.batch_loop or require(self.batch_loop)
+        self._runner.has_collected = False
+        # Helios' own has one round for each batch.
+        train = child.run if child._has_own_cycle else child.advance
+        train(batches[0])
+        if not self._runner.has_collected:
+            self._check_lost_step()
+
+    def _train_replicas(self, batches: Sequence[Any], opens_window: bool) -> None:
+        """Train on the batches of the replicas of this process, one after another."""
+        run, shared = self._run, self._shared
+        assert shared is not None
+        for replica, batch in zip(self._parts.replicas.local_replicas, batches, strict=True):
+            shared.begin(replica, opens_window=opens_window)
+            run.batch = run.raw_batch = batch
+            self._train_alone((batch,), opens_window)
+            shared.end(ends_window=self._state.is_step_boundary)
+
+    def _check_lost_step(self) -> None:
         """Refuse a batch loop that trains without an optimizer loop, unless it may.
 
         Raises:
             UsageError: if gradients must be summed over replicas or micro-batches.
         """
-        session = self._session
-        if session.turns.sums_gradients or session.schedule.accumulation_steps > 1:
+        is_summed = self._shared is not None or self._schedule.accumulation_steps > 1
+        if is_summed and not self._run.is_manual:
             raise UsageError(
                 f"{type(self.batch_loop).__name__} must run an OptimizerLoop on each batch, but "
                 "the gradients of this one were not handed over: with several replicas or "
@@ -213,33 +299,32 @@ class EpochLoop(Loop):
 
     def _jump(self, num_batches: int, num_samples: int) -> None:
         """Move the cursor past batches that are skipped."""
-        session = self._session
-        session.cursor.batch += num_batches
-        session.cursor.sample += num_samples
-        session.num_skipped_batches += num_batches
+        self._run.cursor.batch += num_batches
+        self._run.cursor.sample += num_samples
+        self._run.num_skipped_batches += num_batches
 
     def on_advance_end(self) -> None:
         """Poll for a stop; at a boundary, do what is due there."""
-        session, state = self._session, self._session.state
+        state = self._state
         counted = (
             state.global_iteration,
             # A skipped update has withdrawn the count of its step.
             state.current_iteration
-            + (not state.is_step_committed and not session.schedule.is_by_epoch),
+            + (not state.is_step_committed and not self._schedule.is_by_epoch),
             state.global_epoch,
             state.global_step - (state.is_step_boundary and state.is_step_committed),
         )
         if self._counted and counted != self._counted:
             self._refuse_other_counts(counted)
         try:
-            if "should_training_stop" in session.hooks.active:
+            if "should_training_stop" in self._parts.hooks.active:
                 self._boundary.poll()
             self._is_complete = self._is_over = self._batches.is_last
             if not state.is_step_boundary:
                 return
             if self._is_complete and self._kind is WINDOW:
                 # The end of the epoch replaces its last boundary.
-                session.agree(ends_window=True)
+                self._parts.agreement.settle(ends_window=True)
             elif self._boundary.follow(self._kind, self._validate):
                 self._leave()
         except StopIteration as error:
@@ -250,7 +335,6 @@ class EpochLoop(Loop):
 
     def on_run_end(self) -> None:
         """End the epoch; in EPOCH unit its end is a boundary."""
-        session = self._session
         if self._is_complete:
             self._name_unused()
         self._close_batches()
@@ -260,14 +344,14 @@ class EpochLoop(Loop):
         if self._is_left_unfinished:
             return
         self._warn_of_lost_steps()
-        is_by_epoch = session.schedule.is_by_epoch
+        is_by_epoch, schedulers = self._schedule.is_by_epoch, self._parts.schedulers
         if self._has_left and not self._is_complete:
             if is_by_epoch:
                 self._boundary.validate_if_due(self._validate)
             self._emit_end()
             return
-        if session.schedulers is not None and not session.is_manual:
-            session.schedulers.after_epoch()
+        if schedulers is not None and not self._run.is_manual:
+            schedulers.after_epoch()
         if is_by_epoch:
             if self._boundary.follow(EPOCH, self._validate, self._end_epoch):
                 self._leave()
@@ -276,16 +360,20 @@ class EpochLoop(Loop):
 
     def _end_epoch(self) -> None:
         self._emit_end()
-        self._session.refuse_idle_steps()
-        self._session.cursor.next_epoch()
-        self._session.state.end_epoch()
+        self._check_learning()
+        self._run.cursor.next_epoch()
+        self._state.end_epoch()
 
     def _emit_end(self) -> None:
-        session = self._session
-        session.hooks.emit("on_training_epoch_end", session.state.global_epoch)
-        session.agree()
-        for notify in self._listeners.epoch_ended:
+        self._parts.hooks.emit("on_training_epoch_end", self._state.global_epoch)
+        self._parts.agreement.settle()
+        for notify in self._parts.listeners.epoch_ended:
             notify()
+
+    def _check_learning(self) -> None:
+        """Refuse a new run that has learned nothing so far."""
+        iteration = self._state.global_iteration
+        self._parts.idle_watch.conclude(iteration, is_manual=self._run.is_manual)
 
     @property
     def _is_left_unfinished(self) -> bool:
@@ -293,8 +381,8 @@ class EpochLoop(Loop):
 
         By epochs, the end of the epoch is a safe point itself, and comes first.
         """
-        is_at_its_end = self._session.schedule.is_by_epoch and self._is_complete
-        return self._session.is_interrupted and self._has_left and not is_at_its_end
+        is_at_its_end = self._schedule.is_by_epoch and self._is_complete
+        return self._run.is_interrupted and self._has_left and not is_at_its_end
 
     def teardown(self) -> None:
         """End the workers of an epoch that an error has left open."""
@@ -303,45 +391,44 @@ class EpochLoop(Loop):
 
     def _refuse_empty_epoch(self) -> None:
         # Epochs without batches would run forever, or end a training without any step.
-        session = self._session
-        if self._num_done == 0 and session.cursor.batch == 0 and not self._has_left:
-            if session.is_leaving:
+        run = self._run
+        if self._num_done == 0 and run.cursor.batch == 0 and not self._has_left:
+            if run.is_leaving:
                 raise UsageError(
                     "The run must end at the end of an accumulation window, but a hook raises "
                     "StopIteration at the first batch of every epoch. To end a run, only call "
                     "request_stop or interrupt, and let the window be completed."
                 )
             raise UsageError(
-                f"Epoch {session.state.global_epoch} has no batches. Either the data is an "
+                f"Epoch {run.state.global_epoch} has no batches. Either the data is an "
                 "iterator that can be read only once (let its __iter__ return a new iterator), or "
                 "a hook raises StopIteration at the first batch."
             )
 
     def _name_unused(self) -> None:
         """Say once how many samples of longer parts of a stream an epoch leaves unused."""
-        session = self._session
-        own = session.training_source.count_unused()
+        own = self._parts.training_source.count_unused()
         if own is None:
             return
-        found = session.replicas.gather_objects(own)
+        found = self._parts.replicas.gather_objects(own)
         count, are_all = sum(number for number, _ in found), all(is_end for _, is_end in found)
         if count:
             _LOGGER.warning(
                 "The parts of the Stream differ: an epoch ends with the shortest one, and epoch %d "
                 "has left %s%s samples of the others unused. Divide the data into parts of equal "
                 "length.",
-                session.state.global_epoch,
+                self._state.global_epoch,
                 "" if are_all else "more than ",
                 f"{count:,}",
             )
 
     def _warn_of_lost_steps(self) -> None:
-        session = self._session
-        if session.cursor.step == 0 and self._num_done and not session.state.is_step_committed:
+        state = self._state
+        if self._run.cursor.step == 0 and self._num_done and not state.is_step_committed:
             _LOGGER.warning(
                 "Epoch %d has made no optimizer step: all were skipped. A run that counts steps "
                 "never ends like this.",
-                session.state.global_epoch,
+                state.global_epoch,
             )
 
     def _end_cut_epoch(self) -> None:
@@ -350,9 +437,9 @@ class EpochLoop(Loop):
         By steps, an open window continues in the next epoch, and a closed one is a safe point,
         where the run may end. By epochs, windows end with their epoch.
         """
-        session, state = self._session, self._session.state
-        if not session.schedule.is_by_epoch:
-            is_safe = session.is_leaving and state.is_step_boundary
+        parts, run, state = self._parts, self._run, self._state
+        if not self._schedule.is_by_epoch:
+            is_safe = run.is_leaving and state.is_step_boundary
             if is_safe and self._boundary.follow(CUT, self._validate):
                 self._leave()
         elif not state.is_step_boundary and state.global_iteration > 0:
@@ -361,91 +448,101 @@ class EpochLoop(Loop):
                 "without an update.",
                 state.global_epoch,
             )
-            for optimizer in session.model.discovery.optimizers().values():
-                session.engine.zero_grad(optimizer)
-            session.engine.close_window()
-            session.turns.drop_window()
-            session.pop_skip_reason()
-            session.end_window()
+            for optimizer in parts.model.discovery.optimizers().values():
+                parts.engine.zero_grad(optimizer)
+            parts.engine.close_window()
+            if self._shared is not None:
+                self._shared.drop_window()
+            run.is_window_open, run.skip_reason = False, ""
             state.drop_window()
 
     def _begin_iteration(self, batch: Any, *, is_last: bool) -> bool:
         """Count an iteration and emit its start events; returns whether it opens a window."""
-        session, state, hooks = self._session, self._session.state, self._session.hooks
-        found = (state.is_step_boundary, state.is_step_committed)
-        is_boundary = session.schedule.accumulation_steps == 1 or due.ends_window(
-            session.schedule,
+        run, state, schedule = self._run, self._state, self._schedule
+        was_boundary, was_committed = state.is_step_boundary, state.is_step_committed
+        is_boundary = schedule.accumulation_steps == 1 or due.ends_window(
+            schedule,
             iteration=state.global_iteration + 1,
-            batch=session.cursor.batch - session.num_skipped_batches,
+            batch=run.cursor.batch - run.num_skipped_batches,
             is_last=is_last,
-            is_manual=bool(session.is_manual),
+            is_manual=bool(run.is_manual),
         )
-        state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
+        state.begin_iteration(schedule.unit, is_boundary=is_boundary)
         self._counted = (
             state.global_iteration,
             state.current_iteration,
             state.global_epoch,
             state.global_step,
         )
-        session.engine._gradient_norm = None
-        session.turns.begin_iteration(state.global_iteration)
-        opens_window = found[0] or state.global_iteration == 1
+        self._engine._gradient_norm = None
+        self._runner.begin_iteration(state.global_iteration)
+        opens_window = was_boundary or state.global_iteration == 1
         try:
             if opens_window:
-                session.is_window_open = True
-                if "on_training_step_start" in hooks.active:
-                    hooks.emit("on_training_step_start", state)
-            session.batch = session.raw_batch = batch
-            if "on_training_batch_start" in hooks.active:
-                hooks.emit("on_training_batch_start", state)
+                run.is_window_open = True
+                if self._step_started is not None:
+                    self._step_started(state)
+            run.batch = run.raw_batch = batch
+            if self._batch_started is not None:
+                self._batch_started(state)
         except StopIteration as error:
-            obstacle = session.turns.check_stop(error)
+            obstacle = self._runner.check_stop(error)
             if obstacle:
-                session.findings.add(FindingKind.OBSTACLE, text=obstacle)
+                self._parts.findings.add(FindingKind.OBSTACLE, text=obstacle)
             # The batch was not trained on: counting it would end runs and windows too early.
-            was_boundary, was_committed = found
             state.withdraw_iteration(
-                session.schedule.unit, was_boundary=was_boundary, was_committed=was_committed
+                schedule.unit, was_boundary=was_boundary, was_committed=was_committed
             )
             raise
         return opens_window
 
-    def _end_iteration(self, num_samples: int) -> None:
-        session, state, hooks = self._session, self._session.state, self._session.hooks
+    def _end_iteration(self, batches: BatchIterator) -> None:
+        """Emit the end events of an iteration, notify listeners, and move the cursor."""
+        run, state, iteration = self._run, self._state, self._iteration
+        losses = self._parts.model.loss_items
         if state.is_step_boundary:
-            session.end_window()
-        iteration, turns = self._iteration, session.turns
+            run.is_window_open = False
+            if run.skip_reason:
+                self._refuse_late_skip()
         # Before events that may depend on what is logged.
-        if session.recorders:
-            iteration.means = turns.means or {**session.model.loss_items}
-        should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
-        if "on_training_batch_end" in hooks.active:
-            session.batch = session.raw_batch
-            hooks.emit("on_training_batch_end", state, should_log)
-        session.end_batch()
+        if self._parts.recorders and not iteration.means:
+            iteration.means = {**losses}
+        iteration.logs = self._schedule.logs and due.is_log_due(self._schedule, state)
+        if self._batch_ended is not None:
+            run.batch = run.raw_batch
+            self._batch_ended(state, iteration.logs)
+        run.batch = run.raw_batch = run.model_outputs = run.loss = None
         if state.is_step_boundary:
-            if "on_training_step_end" in hooks.active:
-                hooks.emit("on_training_step_end", state, state.is_step_committed)
+            if self._step_ended is not None:
+                self._step_ended(state, state.is_step_committed)
             state.global_step += state.is_step_committed
-            session.cursor.step += state.is_step_committed
+            run.cursor.step += state.is_step_committed
         # After the last event that may change the table.
-        iteration.losses = session.model.loss_items
-        iteration.weighted, iteration.totals = turns.weighted, turns.totals
-        iteration.beside = session.beside
-        iteration.rates, session.rates = session.rates, {}
-        iteration.norm = session.engine._gradient_norm
-        iteration.is_last, iteration.logs = self._batches.is_last, should_log
-        for notify in self._listeners.iteration_ended:
+        iteration.losses, iteration.is_last = losses, batches.is_last
+        iteration.norm = self._engine._gradient_norm
+        for notify in self._iteration_ended:
             notify(iteration)
         # A graph that a loss still has must not last into the next iteration.
-        iteration.losses = iteration.means = {}
-        session.cursor.batch += 1
-        session.cursor.sample += num_samples
+        iteration.losses, iteration.means, iteration.rates = {}, {}, {}
+        run.cursor.batch += 1
+        run.cursor.sample += batches.num_samples
         state.dataset_iter += 1
         self._num_done += 1
         state.average_iter_time = self._timer.record()
-        if session.idle_watch is not None:
-            session.refuse_idle_steps(at=_IDLE_BATCHES)
+        if state.global_iteration == _IDLE_BATCHES:
+            self._check_learning()
+
+    def _refuse_late_skip(self) -> None:
+        """Refuse a skip that was requested after the update.
+
+        Raises:
+            UsageError: always.
+        """
+        self._run.skip_reason = ""
+        raise UsageError(
+            "Context.skip_step() must be called before the update that it skips: in "
+            "on_optimizer_step_start at the latest. This window's update was made already."
+        )
 
     def _validate(self) -> bool:
         try:
@@ -458,14 +555,15 @@ class EpochLoop(Loop):
     def _end_pause(self) -> None:
         """Leave out of the time of iterations what has passed since the last one."""
         self._timer.start()
-        self._session.notify_paused()
+        for notify in self._parts.listeners.paused:
+            notify()
 
     def _close_batches(self) -> None:
         self._batches.close()
         self._batches, self._must_open = _NONE, False
-        # An error in setup ends the call before there is a session.
-        if "_session" in vars(self):
-            self._session.training_batches = None
+        # An error in setup ends the call before the loop is attached.
+        if "_run" in vars(self):
+            self._run.batches = None
 
 
 @final
@@ -476,16 +574,16 @@ class EvenBatches(BatchIterator):
 
     Args:
         batches: those of this process.
-        session: the run.
+        replicas: the processes.
     """
 
-    def __init__(self, batches: BatchIterator, session: Session) -> None:
+    def __init__(self, batches: BatchIterator, replicas: Replicas) -> None:
         self._batches = batches
-        self._session = session
+        self._replicas = replicas
 
     def __next__(self) -> Any:
         batch = next(self._batches, _END)
-        has_ended, is_last = self._session.replicas.agree(batch is _END, self._batches.is_last)
+        has_ended, is_last = self._replicas.agree(batch is _END, self._batches.is_last)
         if has_ended:
             self.close()
             raise StopIteration

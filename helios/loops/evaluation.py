@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,11 +21,11 @@ from helios.counters import Phase
 from helios.data.source import NO_BATCH, BatchIterator, Source
 from helios.errors import Interrupted, UsageError
 from helios.findings import FindingKind
-from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.repeated_steps import without_trace
-from helios.loops.step import begin_forward, end_forward, take_step
+from helios.loops.loop import Forward, Loop, make_stray_stop, moves_batches
 from helios.model.processor import Processed
-from helios.session import Place
+from helios.run_parts import RunParts
+from helios.run_state import Place
+from helios.sharding.repeated_steps import without_trace
 
 _LOGGER = logging.getLogger(__name__)
 _END = object()
@@ -48,8 +48,10 @@ class EvaluationLoop(Loop):
         step_name: name of the model's step.
     """
 
+    _bound: ClassVar[str] = "_forward _moves"
     _internals: ClassVar[str] = (
-        "_batches _kept _loader _modes _num_done _pass_number _randomness _sources _step _total"
+        f"{_bound} _batches _kept _loader _modes _num_done _pass_number _randomness _sources _step "
+        "_total"
     )
 
     phase: ClassVar[Phase]
@@ -68,10 +70,14 @@ class EvaluationLoop(Loop):
         self._pass_number = 0
         self._kept: Any = None
 
+    def _bind(self, parts: RunParts) -> None:
+        self._forward = Forward(parts, self.step_name)
+        self._moves = moves_batches(parts)
+
     @property
     def skip(self) -> bool:
         """Whether there is no data for the phase."""
-        return self.phase not in self._session.sources
+        return self.phase not in self._parts.sources
 
     @property
     def done(self) -> bool:
@@ -85,43 +91,60 @@ class EvaluationLoop(Loop):
 
     def reset(self) -> None:
         """Begin a pass."""
-        self._sources = self._session.sources[self.phase]
+        self._sources = self._parts.sources[self.phase]
         self._step = self._loader = 0
         self._kept = None
-        self._pass_number = self._session.state.validation_cycles
+        self._pass_number = self._run.state.validation_cycles
 
     def on_run_start(self, *args: Any) -> None:
         """Set evaluation mode, then emit the start of the pass."""
-        session, enter = self._session, self._modes.enter_context
-        session.place = Place.EVALUATION
-        is_inside_fit = session.phase is Phase.TRAINING
-        self._randomness.enter_context(session.entering(self.phase, self._pass_number))
+        parts, run, enter = self._parts, self._run, self._modes.enter_context
+        run.place = Place.EVALUATION
+        is_inside_fit = run.phase is Phase.TRAINING
+        self._randomness.enter_context(self._entering())
         # Inference mode makes tensors that a sharded model cannot keep for the next pass.
-        is_kept = is_inside_fit or session.turns.keeps_batches
+        is_kept = is_inside_fit or self._parts.runner.keeps_batches
         enter(torch.no_grad() if is_kept else torch.inference_mode())
         enter(DisableCuDNNBenchmarkContext())
-        self._modes.callback(session.model.train)
-        session.model.eval()
-        self._modes.callback(session.notify_paused)
+        self._modes.callback(parts.model.train)
+        parts.model.eval()
+        for notify in reversed(parts.listeners.paused):
+            self._modes.callback(notify)
         self._num_done, self._total = 0, self._count_batches()
-        session.notify_evaluated(self.phase.value, 0, self._total)
+        self._notify()
         self._emit_start()
         self._modes.callback(self._close_batches)
         self._open_batches()
+
+    @contextmanager
+    def _entering(self) -> Iterator[None]:
+        """Run the pass with its own random numbers; the generators are restored afterwards."""
+        run, found = self._run, self._run.phase
+        run.phase = self.phase
+        try:
+            with rng.stream(rng.key(self._parts.seed, self.phase.value, self._pass_number)):
+                yield
+        finally:
+            run.phase = found
+
+    def _notify(self) -> None:
+        """Notify listeners of the batches that are done."""
+        for notify in self._parts.listeners.evaluated:
+            notify(self.phase.value, self._num_done, self._total)
 
     def advance(self, *args: Any) -> None:
         """Evaluate one batch, or continue with the next loader."""
         if self._batches is None:
             raise UsageError(f"{type(self).__name__} was advanced before it was started.")
-        session = self._session
+        parts = self._parts
         # Inside fit, the training ends at its safe point.
-        if session.writer is None and (reason := session.outside()):
+        if parts.writer is None and (reason := parts.outside()):
             raise Interrupted(0, reason)
-        is_enough = self._step == session.trial_length
+        is_enough = self._step == self._limit
         found: Any = _END if is_enough else next(self._batches, _END)
         has_ended = found is _END
         shares = [] if has_ended else self._pair(found, self._batches.sizes)
-        num_idle = session.turns.count_idle(len(shares))
+        num_idle = self._parts.runner.count_idle(len(shares))
         if has_ended and not num_idle:
             self._next_loader()
             return
@@ -134,13 +157,18 @@ class EvaluationLoop(Loop):
         except StopIteration as error:
             raise make_stray_stop(error) from error
         self._num_done += 1
-        session.notify_evaluated(self.phase.value, self._num_done, self._total)
-        session.num_evaluated += 1
+        self._notify()
+        self._run.num_other_batches += 1
         self._step += 1
+
+    @property
+    def _limit(self) -> int | None:
+        """Maximum number of batches per loader during a sanity check, else ``None``."""
+        return self._parts.sanity_steps if self._run.is_sanity_check else None
 
     def _count_batches(self) -> int | None:
         """Return the number of batches of the whole pass, of all loaders; ``None`` if unknown."""
-        most, total = self._session.trial_length, 0
+        most, total = self._limit, 0
         for source in self._sources:
             count = source.num_batches()
             if count is None:
@@ -176,38 +204,36 @@ class EvaluationLoop(Loop):
         if replica is not None:
             which = (*which, "replica", replica)
         fields = (self.phase.value, self._pass_number, self._step, *which)
-        rng.reseed(rng.key(self._session.seed, *fields))
+        rng.reseed(rng.key(self._parts.seed, *fields))
 
     def _pair(self, batches: Sequence[Any], sizes: Sequence[int] | None) -> list[_ReplicaBatch]:
         """Return the replicas of this process that have a batch, with it and its size."""
-        pairs = zip(self._session.replicas.local_replicas, batches, strict=True)
+        pairs = zip(self._parts.replicas.local_replicas, batches, strict=True)
         found = [(replica, batch) for replica, batch in pairs if batch is not NO_BATCH]
         known = [None] * len(found) if sizes is None else sizes
         return [_ReplicaBatch(*pair, size) for pair, size in zip(found, known, strict=True)]
 
     def _process(self, shares: Sequence[_ReplicaBatch], step: int, *which: int) -> None:
         """Evaluate the batches of this process's replicas, between one pair of events."""
-        session = self._session
-        hooks, noun = session.hooks, self.noun
+        run, hooks, noun, forward = self._run, self._parts.hooks, self.noun, self._forward
         self._seed()
-        session.batch = session.raw_batch = shares[0].batch
+        run.batch = run.raw_batch = shares[0].batch
         hooks.emit(f"on_{noun}_batch_start", step, *which)
         for replica, batch, size in shares:
-            session.turns.begin_share(replica, self._seed)
-            if not session.leaves_batches:
-                batch = session.model.batch_to_device(batch, self.phase)
+            self._parts.runner.begin_share(replica, self._seed)
+            if self._moves:
+                batch = self._parts.model.batch_to_device(batch, self.phase)
             batch = hooks.transform(f"process_{noun}_batch", batch, step, *which)
-            session.batch = session.raw_batch = batch
-            batch = begin_forward(session, batch)
-            self._kept = batch if session.turns.keeps_batches else None
-            result = take_step(session, self.step_name, batch, step, *which, has_begun=True)
-            loss = result.loss if isinstance(result, Processed) else None
-            end_forward(session, result, loss)
+            run.batch = run.raw_batch = batch
+            batch = forward.begin(batch)
+            self._kept = batch if self._parts.runner.keeps_batches else None
+            result = forward.call(batch, step, *which)
+            forward.end(result, result.loss if isinstance(result, Processed) else None)
             self._add_result(result, replica, size)
-        session.turns.end_shares(self._seed)
-        session.batch = session.raw_batch
+        self._parts.runner.end_shares(self._seed)
+        run.batch = run.raw_batch
         hooks.emit(f"on_{noun}_batch_end", step, *self._shown(result), *which)
-        session.end_batch()
+        run.batch = run.raw_batch = run.model_outputs = run.loss = None
 
     def _compute_along(self, *which: int) -> None:
         """Repeat the last step of this process without a trace, because others have a batch.
@@ -215,15 +241,14 @@ class EvaluationLoop(Loop):
         Raises:
             UsageError: if this process had no batch yet.
         """
-        session = self._session
         if self._kept is None:
             raise UsageError(
                 f"The data of {self.phase.value} must have a batch for each process when the model "
                 f"is sharded, but there are fewer. Add samples, or start fewer processes than "
-                f"{session.replicas.num_processes}."
+                f"{self._parts.replicas.num_processes}."
             )
-        with without_trace(session):
-            take_step(session, self.step_name, self._kept, self._step, *which, has_begun=True)
+        with without_trace(self._parts):
+            self._forward.call(self._kept, self._step, *which)
 
     def _shown(self, result: Any) -> tuple[Any, ...]:
         """Return what the end event of a batch gets of the step's result."""
@@ -231,12 +256,12 @@ class EvaluationLoop(Loop):
 
     def on_run_end(self) -> Any:
         """Restore modes, then emit the end of the pass; returns its result."""
-        self._session.gradients.compare_calls()
-        self._session.place = Place.AFTER_EVALUATION
+        self._parts.gradients.compare_calls()
+        self._run.place = Place.AFTER_EVALUATION
         result = self._finish_pass()
         self._modes.close()
         # A process whose replicas had no batch at the end has drawn fewer numbers than others.
-        self._session.turns.end_shares(self._seed)
+        self._parts.runner.end_shares(self._seed)
         self._emit_end()
         self._compare()
         self._randomness.close()
@@ -252,10 +277,10 @@ class EvaluationLoop(Loop):
         """Compare results over processes, after the last hook; does nothing by default."""
 
     def _emit_start(self) -> None:
-        self._session.hooks.emit(f"on_{self.noun}_start")
+        self._parts.hooks.emit(f"on_{self.noun}_start")
 
     def _emit_end(self) -> None:
-        self._session.hooks.emit(f"on_{self.noun}_end")
+        self._parts.hooks.emit(f"on_{self.noun}_end")
 
     @abstractmethod
     def _add_result(self, result: Any, replica: int = 0, size: int | None = None) -> None:
@@ -333,7 +358,7 @@ class ScoringLoop(EvaluationLoop):
     def reset(self) -> None:
         """Begin a pass with empty totals."""
         super().reset()
-        block = self._session.replicas.local_replicas
+        block = self._parts.replicas.local_replicas
         self._totals = {replica: Totals(self.step_name) for replica in block}
 
     @property
@@ -355,8 +380,8 @@ class ScoringLoop(EvaluationLoop):
             )
 
     def _compare(self) -> None:
-        if not self._session.is_sanity_check:
-            self._session.replicas.compare(self._compare_scores)
+        if not self._run.is_sanity_check:
+            self._parts.replicas.compare(self._compare_scores)
 
     def _compare_scores(self, gather: Callable[[Any], list[Any]]) -> None:
         """Warn of scores that differ between processes: they were not summed."""
@@ -366,7 +391,7 @@ class ScoringLoop(EvaluationLoop):
         )
         names = {n for table in others for n in table | first if table.get(n) != first.get(n)}
         shown = ", ".join(sorted(names))
-        text, findings = f"scores that differ between processes: {shown}", self._session.findings
+        text, findings = f"scores that differ between processes: {shown}", self._parts.findings
         if names and findings.add(FindingKind.OBSTACLE, text=text):
             _LOGGER.warning(
                 "The scores %s differ between processes, because each evaluates only a part of the "
@@ -376,9 +401,9 @@ class ScoringLoop(EvaluationLoop):
             )
 
     def _finish_pass(self) -> bool:
-        sums = self._session.replicas.sum_scores([part.sums for part in self._totals.values()])
+        sums = self._parts.replicas.sum_scores([part.sums for part in self._totals.values()])
         write_scores(sums, self.scores)
-        self._session.summed_scores = {name: self.scores[name] for name in sums}
+        self._run.summed_scores = {name: self.scores[name] for name in sums}
         return True
 
 
@@ -392,13 +417,13 @@ class ValidationLoop(ScoringLoop):
     @property
     def scores(self) -> dict[str, Any]:
         """The validation scores."""
-        return self._session.model.metrics
+        return self._parts.model.metrics
 
     def _emit_start(self) -> None:
-        self._session.hooks.emit("on_validation_start", self._pass_number)
+        self._parts.hooks.emit("on_validation_start", self._pass_number)
 
     def _emit_end(self) -> None:
-        self._session.hooks.emit("on_validation_end", self._pass_number)
+        self._parts.hooks.emit("on_validation_end", self._pass_number)
 
 
 class TestingLoop(ScoringLoop):
@@ -412,4 +437,4 @@ class TestingLoop(ScoringLoop):
     @property
     def scores(self) -> dict[str, Any]:
         """The test scores."""
-        return self._session.model.test_scores
+        return self._parts.model.test_scores

@@ -1,7 +1,7 @@
 """``Loop``, the base of all loops: reset, then advance until done.
 
-Loops are small: they hold children by role and no counters. All progress is in the session's state
-and cursor, so a replaced loop resumes from any checkpoint.
+Loops are small: they hold children by role and no counters. All progress is in the state of the
+run, so a replaced loop resumes from any checkpoint.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
+from torch import Tensor
 from typing_extensions import final
 
+from helios.core.loss_means import WeightedLoss
+from helios.counters import Cursor, TrainingState
+from helios.engines.engine import Engine, redefines
 from helios.errors import ArgumentError, StateError, UsageError
 from helios.hooks.overrides import (
     check_arguments,
     check_overrides,
     check_state_methods,
 )
-from helios.loops.view import SessionView
-from helios.session import Session
+from helios.model.model import Model
+from helios.model.processor import Processed
+from helios.run_parts import RunParts
+from helios.run_state import RunState
+from helios.state.steps import ReplicaWatch
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -57,8 +64,51 @@ class _StopAgreed:
     """Whether a run ends after an epoch loop that does not say so; an own attribute hides it."""
 
     def __get__(self, loop: Loop | None, kind: type[Loop]) -> bool:
-        session = None if loop is None else vars(loop).get("_session")
-        return session is not None and session.is_leaving
+        run = None if loop is None else vars(loop).get("_run")
+        return run is not None and run.is_leaving
+
+
+@final
+class SessionView:
+    """The run as ``Loop.session`` shows it, while a trainer runs the loop.
+
+    Attributes:
+        model: the user's model.
+        engine: the engine.
+        schedule: the options that decide when something happens.
+        context: what hooks see: the batch, outputs and loss of the last step, requests.
+        hooks: the receivers of each event: ``emit``, ``ask``, ``transform``.
+        replicas: numbers of replicas and processes; ``agree(flag)`` combines flags of all
+            processes.
+    """
+
+    def __init__(self, parts: RunParts) -> None:
+        self.model = parts.model
+        self.engine = parts.engine
+        self.schedule = parts.schedule
+        self.context = parts.context
+        self.hooks = parts.hooks
+        self.replicas = parts.replicas
+        self._run = parts.run
+        self._agreement = parts.agreement
+
+    @property
+    def state(self) -> TrainingState:
+        """The counters that users see; read only: the default loops advance them."""
+        return self._run.state
+
+    @property
+    def cursor(self) -> Cursor:
+        """Position of the next batch; read only: the default loops advance it."""
+        return self._run.cursor
+
+    def agree(self) -> bool:
+        """Exchange requests; all processes call this at the same place.
+
+        Returns:
+            Whether anything is requested.
+        """
+        return self._agreement.settle()
 
 
 class Loop(ABC):
@@ -70,20 +120,23 @@ class Loop(ABC):
             may take any role.
         role_arguments: what a loop passes to its child in a role; nothing if it is not named.
         unsaved: names of attributes that training changes and that need not be saved.
-        session: what the loop may access, while a trainer runs it. Helios' own loops access all of
-            it, under another name.
+        session: what the loop may access, while a trainer runs it. Helios' own loops take what they
+            need from the objects and the state of the run, when they are attached.
         has_left: of an epoch loop, whether the run ends after it; by default, whether all processes
             have agreed on a stop.
     """
 
-    _internals: ClassVar[str] = "_session session"
+    _bound: ClassVar[str] = "_parts _run session"
+    """Names of attributes that a loop has while it is attached."""
+    _internals: ClassVar[str] = _bound
     unsaved: ClassVar[tuple[str, ...]] = ()
 
     roles: ClassVar[tuple[str, ...]] = ()
     _role_types: ClassVar[Mapping[str, type[Loop]]] = {}
     _role_arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     session: SessionView
-    _session: Session
+    _parts: RunParts
+    _run: RunState
     has_left: bool = _StopAgreed()  # type: ignore[assignment]
     _overridden: ClassVar[frozenset[str]] = frozenset()
     _has_own_advance: ClassVar[bool] = False
@@ -115,8 +168,8 @@ class Loop(ABC):
                 setattr(self, role, child)
 
     @final
-    def _attach(self, session: Session | None) -> None:
-        """Set the session of the loop and all loops below it.
+    def _attach(self, parts: RunParts | None) -> None:
+        """Give the loop and all loops below it what they need of a run, or take it away.
 
         Raises:
             UsageError: if a role is empty.
@@ -129,21 +182,27 @@ class Loop(ABC):
                 f"{type(self).__name__} has no loop in the roles {missing}. Pass them to its "
                 f"constructor, or replace it with connect(...), which keeps the current ones."
             )
-        for name in ("session", "_session"):
-            vars(self).pop(name, None)
-        if session is not None:
-            self.session = self._session = session
+        for kind in type(self).__mro__:
+            for name in vars(kind).get("_bound", "").split():
+                vars(self).pop(name, None)
+        if parts is not None:
+            self.session, self._parts, self._run = SessionView(parts), parts, parts.run
             if not _is_ours(type(self)):
                 check_overrides(self, _find_base(type(self)), apart=_TAKING)
                 check_state_methods(self, Loop)
-                session.agreement.expect_late_requests()
-                session.agreement.has_own_loops = True
+                parts.agreement.expect_late_requests()
+                parts.agreement.has_own_loops = True
         for role, child in self._children().items():
-            if session is not None:
+            if parts is not None:
                 self._check_child(role, child)
                 if not self._has_own_advance:
                     check_arguments(child, _TAKING, self._role_arguments.get(role, ()))
-            child._attach(session)
+            child._attach(parts)
+        if parts is not None:
+            self._bind(parts)
+
+    def _bind(self, parts: RunParts) -> None:
+        """Choose what stays the same in a run, before it begins."""
 
     def connect(self, **loops: Loop) -> None:
         """Replace children by role; roles that a new child leaves empty keep the old one's loops.
@@ -159,8 +218,8 @@ class Loop(ABC):
             if present is not None:
                 loop._adopt(present)
             setattr(self, role, loop)
-            if "_session" in vars(self):
-                loop._attach(self._session)
+            if "_parts" in vars(self):
+                loop._attach(self._parts)
 
     def _check_child(self, role: str, loop: object) -> None:
         if role not in self.roles:
@@ -285,6 +344,77 @@ class Loop(ABC):
                 ) from error
         for role, child in self._children().items():
             child._spread_states(f"{path}.{role.removesuffix('_loop')}", states)
+
+
+@final
+class Forward:
+    """Calls a step of the model, between the events of the forward pass.
+
+    Args:
+        parts: the objects of the run.
+        step: the name of the step, such as ``"train_step"``.
+
+    Attributes:
+        call: runs the step on a batch that :meth:`begin` has returned, in the precision of the run.
+        has_start: whether anybody receives the start of a forward pass.
+        has_end: whether anybody receives its end.
+    """
+
+    def __init__(self, parts: RunParts, step: str) -> None:
+        self._run = parts.run
+        self._model = parts.model
+        self._engine = parts.engine
+        self._hooks = parts.hooks
+        self._context = parts.context
+        self._runner = parts.runner
+        self._step = parts.hooks.active[step]
+        casts = parts.engine.precision.casts or redefines(parts.engine, Engine, "autocast")
+        self.call = self._call_with_autocast if casts else self._step
+        self.has_start = "on_forward_start" in parts.hooks.active
+        self.has_end = "on_forward_end" in parts.hooks.active
+
+    def _call_with_autocast(self, *args: Any) -> Any:
+        with self._engine.autocast():
+            return self._step(*args)
+
+    def begin(self, batch: Any) -> Any:
+        """Emit the start; returns the batch with the processor's transforms.
+
+        Args:
+            batch: the batch, on the device.
+        """
+        processor = self._model.batch_processor
+        if processor is not None:
+            batch = processor._transform(batch)
+        self._run.batch = batch
+        if self.has_start:
+            self.emit("on_forward_start")
+        return batch
+
+    def end(self, result: Any, loss: Tensor | WeightedLoss | None) -> None:
+        """Emit the end, with the outputs of the step and its loss in the context."""
+        run = self._run
+        run.model_outputs = result.outputs if isinstance(result, Processed) else result
+        run.loss = loss.mean if isinstance(loss, WeightedLoss) else loss
+        if self.has_end:
+            self.emit("on_forward_end")
+
+    def emit(self, event: str) -> None:
+        """Emit an event of the forward pass."""
+        self._hooks.emit(event, self._context)
+        note_changes(self._runner.watch, event)
+
+
+def moves_batches(parts: RunParts) -> bool:
+    """Return whether a batch must be brought to the device, or in the way of the model."""
+    is_own = type(parts.model).batch_to_device is not Model.batch_to_device
+    return parts.engine.device.type != "cpu" or is_own
+
+
+def note_changes(watch: ReplicaWatch | None, hook: str) -> None:
+    """Note what a hook has changed in the step of a replica, if that is watched."""
+    if watch is not None:
+        watch.conclude(hook)
 
 
 @final

@@ -7,35 +7,35 @@ updates and clearing are all done here, so nobody can forget them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, ClassVar, final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.core.loss_means import WeightedLoss
+from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import parameters_of, read_rates, read_signature
 from helios.engines.engine import Engine, redefines
 from helios.errors import ArgumentError, UsageError
 from helios.findings import FindingKind
-from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.repeated_steps import PaddingTurns
-from helios.loops.step import (
-    end_forward,
-    loss_of,
-    losses_in,
-    make_loss_error,
-    record_changes,
-    take_step,
-    weighted_in,
-)
+from helios.loops.loop import Forward, Loop, make_stray_stop, note_changes
 from helios.model.model import Model
-from helios.session import Place, Session
+from helios.model.processor import Processed
+from helios.run_parts import RunParts
+from helios.run_state import Place
+from helios.sharding.repeated_steps import without_trace
 from helios.state.steps import ReplicaWatch
 
 _LOGGER = logging.getLogger(__name__)
 _END = object()
+_CONTRACT = (
+    "train_step must return a scalar loss tensor, a WeightedLoss, a dict with one of them under "
+    "'loss' (or yield such losses), or None when the model does backward and steps its optimizers "
+    "itself"
+)
 SEPARATE_UPDATES = "updates between losses need a process for each replica"
 
 
@@ -64,11 +64,13 @@ class OptimizerLoop(Loop):
         SKIP: what a step yields instead of a loss, to leave out the update of an optimizer.
     """
 
-    _internals: ClassVar[str] = (
-        "_apart _has_begun _has_own_losses _holders _is_committed _is_done _optimizers "
-        "_order _own_backward _padding _reads_gradients _shown _skips _unreached "
+    _bound: ClassVar[str] = (
+        "_apart _backward_ended _backward_started _engine _forward _gradients _has_begun "
+        "_has_own_losses _holders _is_committed _iteration _last_batch _model _optimizers "
+        "_own_backward _reads_gradients _runner _shared _shown _skips _take_step _unreached "
         "_updated_in _updates _weights"
     )
+    _internals: ClassVar[str] = f"{_bound} _is_done _order"
 
     SKIP: ClassVar[object] = object()
     _needs_yields: ClassVar[bool] = False
@@ -76,15 +78,24 @@ class OptimizerLoop(Loop):
     def __init__(self) -> None:
         super().__init__()
         self._order: tuple[str, ...] = ()
-        self._forget()
+        self._is_done = False
 
-    def _forget(self) -> None:
-        """Be as before a training run."""
-        self._is_done = self._has_begun = False
-        self._has_own_losses = self._reads_gradients = False
-        self._own_backward: Callable[[Mapping[str, Tensor]], None] | None = None
-        # In a process that has a turn without a replica.
-        self._padding: PaddingTurns | None = None
+    def _bind(self, parts: RunParts) -> None:
+        self._model, self._engine, self._gradients = parts.model, parts.engine, parts.gradients
+        self._runner, self._shared = parts.runner, parts.shared_runner
+        self._iteration = parts.iteration
+        self._forward = Forward(parts, "train_step")
+        self._updates = Updates(parts)
+        self._has_own_losses = type(self).losses is not OptimizerLoop.losses
+        self._take_step = self.losses if self._has_own_losses else self._find_losses
+        is_own = redefines(parts.model, Model, "backward")
+        self._own_backward = parts.model.backward if is_own else None
+        self._reads_gradients = self._has_own_losses or is_own
+        self._backward_started = parts.hooks.find("on_backward_start")
+        self._backward_ended = parts.hooks.find("on_backward_end")
+        self._has_begun = False
+        # For a process that must compute along where it has no replica.
+        self._last_batch: Any = None
         # By path, in the order of the yields; and the attributes of the model that hold them.
         self._optimizers: dict[str, Optimizer] = {}
         self._holders: dict[str, Any] = {}
@@ -99,7 +110,6 @@ class OptimizerLoop(Loop):
         self._apart: dict[str, Any] = {}
         self._weights: list[float | None] = []
         self._is_committed = False
-        vars(self).pop("_updates", None)
 
     @property
     def done(self) -> bool:
@@ -127,36 +137,50 @@ class OptimizerLoop(Loop):
             What a ``train_step`` may return: a loss, a ``WeightedLoss``, or a dict with one of them
             under ``"loss"``. Or a pair of that, or of :attr:`SKIP`, and an optimizer of the model.
         """
-        session = self._session
-        take = take_step if self._padding is None else self._padding.take_step
-        result = take(session, "train_step", batch, session.state)
+        yield from self._find_losses(batch)
+
+    def _find_losses(self, batch: Any) -> Iterable[Any]:
+        """Run ``train_step``, between the events of the forward; returns what it has to yield."""
+        run, model, watch = self._run, self._model, self._runner.watch
+        if self._forward.has_start or model.batch_processor is not None:
+            batch = self._forward.begin(batch)
+        else:
+            run.batch = batch
+        if self._gradients.has_idle_turn:
+            self._last_batch = batch
+        result = self._forward.call(batch, run.state)
         if type(result) is GeneratorType:
-            yield from self._go_on(result)
-            return
+            return self._go_on(result)
         if self._needs_yields:
             raise UsageError(
-                f"With a {type(self).__name__} {type(session.model).__name__}.train_step must be a "
+                f"With a {type(self).__name__} {type(model).__name__}.train_step must be a "
                 "generator (`yield loss`, once for each optimizer), but it returned "
                 f"{type(result).__name__}. Write yield instead of return, or remove the loop."
             )
-        loss = loss_of(result, takes_several=self._own_backward is not None)
-        if session.turns.watch is not None:
-            session.turns.watch.conclude(is_manual=loss is None)
-        end_forward(session, result, loss if loss is result else weighted_in(result) or loss)
-        if loss is not None:
-            if loss is not result or session.beside:
-                session.keep_beside((result,))
-            yield result
+        loss = result
+        if type(result) is not Tensor or result.numel() != 1:
+            loss = loss_of(result, takes_several=self._own_backward is not None)
+        if watch is not None:
+            watch.conclude(is_manual=loss is None)
+        if loss is result and not self._forward.has_end:
+            run.model_outputs = run.loss = result
+        else:
+            self._forward.end(result, loss if loss is result else weighted_in(result) or loss)
+        if loss is None:
+            return ()
+        if loss is not result or self._iteration.beside:
+            self._keep_beside((result,))
+        return (result,)
 
     def _go_on(self, step: Iterator[Any]) -> Iterator[Any]:
         """Yield what a step yields, each with its optimizer, between the events of the forward.
 
         The body of the step runs in the precision of the run, from yield to yield.
         """
-        session, results, has_named = self._session, [], False
+        run, forward, results, has_named = self._run, self._forward, [], False
         waiting = [*self._find_optimizers()]
         while True:
-            with session.engine.autocast():
+            with self._engine.autocast():
                 result = next(step, _END)
             if result is _END:
                 break
@@ -169,19 +193,35 @@ class OptimizerLoop(Loop):
                 raise self._make_count_error("yielded once more")
             is_skipped = result is self.SKIP
             loss = None if is_skipped else loss_of(result, is_yielded=True)
-            end_forward(session, None if is_skipped else result, weighted_in(result) or loss)
+            forward.end(None if is_skipped else result, weighted_in(result) or loss)
             yield result, optimizer
             results.append(result)
             if waiting:
-                session.model_outputs = session.attached_loss = None
-                session.hooks.emit("on_forward_start", session.context)
+                run.model_outputs = run.loss = None
+                forward.emit("on_forward_start")
         if waiting and not has_named:
             raise self._make_count_error(f"ended before it had yielded a loss for {waiting[0]!r}")
         if waiting:
-            end_forward(session, None, None)
-        if session.turns.watch is not None:
-            session.turns.watch.conclude(is_manual=True)
-        session.keep_beside(results)
+            forward.end(None, None)
+        if self._runner.watch is not None:
+            self._runner.watch.conclude(is_manual=True)
+        self._keep_beside(results)
+
+    def _keep_beside(self, results: Sequence[Any]) -> None:
+        """Keep the numbers that a step has returned beside its losses, until the next iteration."""
+        iteration, numbers = self._iteration, None
+        if self._runner.is_first:
+            iteration.beside = []
+        for result in results:
+            if isinstance(result, dict):
+                numbers = result if numbers is None else numbers | result
+        if numbers is not None:
+            shown = {
+                str(name): part.detach() if isinstance(part, Tensor) else part
+                for name, part in numbers.items()
+                if name != "loss" and _is_number(part)
+            }
+            iteration.beside = [*iteration.beside, (self._runner.replica, shown)]
 
     def advance(self, batch: Any) -> None:
         """Train on one micro-batch, and make the updates at the end of a window.
@@ -189,28 +229,30 @@ class OptimizerLoop(Loop):
         Raises:
             UsageError: if ``StopIteration`` is raised, which must not end a loop.
         """
-        session, turns = self._session, self._session.turns
+        runner, shared, num_shared = self._runner, self._shared, 0
         self._is_done = True
         if not self._has_begun:
-            self._prepare()
-        watch = turns.begin_step()
-        turns.has_collected, num_shared = False, 0
-        if turns.begins_window or self._reads_gradients:
-            self._open_turn()
+            # A resume restores the table as a batch has left it.
+            items = self._model.loss_items.items()
+            self._shown = {name: loss for name, loss in items if name.startswith("loss")}
+        watch = None if shared is None else shared.begin_step()
+        runner.has_collected = False
+        if runner.begins_window or self._reads_gradients:
+            self._open_step()
         try:
-            for each in self.losses(batch):
-                if not turns.has_collected:
-                    turns.has_collected = True
-                    if not self._has_begun or session.is_manual:
+            for each in self._take_step(batch):
+                if not runner.has_collected:
+                    runner.has_collected = True
+                    if not self._has_begun or self._run.is_manual:
                         self._fix_mode(is_manual=False)
-                    session.engine._open_micro_batches += turns.is_first
+                    self._engine._open_micro_batches += runner.is_first
                 if type(each) is tuple:
                     self._train_apart(*each)
                 else:
                     num_shared += 1
                     self._backward(each)
-            if turns.has_collected:
-                self._end_turn(num_shared, watch)
+            if runner.has_collected:
+                self._end_step(num_shared, watch)
             else:
                 self._fix_mode(is_manual=True)
         except (StopIteration, RuntimeError) as error:
@@ -220,18 +262,17 @@ class OptimizerLoop(Loop):
                 raise make_stray_stop(stop) from error
             raise
 
-    def _open_turn(self) -> None:
+    def _open_step(self) -> None:
         """Let ``.grad`` be empty before a micro-batch, where users read it."""
-        session = self._session
         if self._has_own_losses:
             # Weights may change between its losses. What has changed is seen when it is done.
-            session.turns.watch = None
-        optimizers = self._find_optimizers().values() if session.is_manual is False else ()
-        if session.turns.begins_window:
+            self._runner.watch = None
+        optimizers = self._find_optimizers().values() if self._run.is_manual is False else ()
+        if self._runner.begins_window:
             for optimizer in optimizers:
-                session.gradients.drop_old(optimizer)
+                self._gradients.drop_old(optimizer)
         if self._reads_gradients:
-            session.gradients.set_aside(x for each in optimizers for x in parameters_of(each))
+            self._gradients.set_aside(x for each in optimizers for x in parameters_of(each))
 
     def _backward(self, result: Any, optimizer: Optimizer | None = None) -> Any:
         """Compute the gradients of a loss, between the backward events.
@@ -243,9 +284,8 @@ class OptimizerLoop(Loop):
         Returns:
             What is shown of the loss.
         """
-        session, loss, weighted, inputs = self._session, result, None, None
-        engine, hooks = session.engine, session.hooks
-        if result is not session.attached_loss:
+        loss, weighted, inputs = result, None, None
+        if result is not self._run.loss:
             takes_several = self._own_backward is not None
             loss = loss_of(result, takes_several=takes_several, is_yielded=True)
             weighted = weighted_in(result)
@@ -260,27 +300,27 @@ class OptimizerLoop(Loop):
             raise make_loss_error(loss)
         if weighted is not None or not self._updates.is_plain:
             self._weigh(None if weighted is None else weighted.weight, optimizer)
-        if "on_backward_start" in hooks.active:
-            hooks.emit("on_backward_start", loss)
-            record_changes(session, "on_backward_start")
+        if self._backward_started is not None:
+            self._backward_started(loss)
+            note_changes(self._runner.watch, "on_backward_start")
         if self._own_backward is not None:
             self._own_backward(losses_in(result))
-        elif optimizer is None and session.gradients.sends_early and self._may_send_early():
-            session.place = Place.BACKWARD
-            with session.turns.sending(*self._optimizers.values()):
-                engine.backward_loss(loss)
+        elif optimizer is None and self._gradients.sends_early and self._may_send_early():
+            self._run.place = Place.BACKWARD
+            assert self._shared is not None
+            with self._shared.sending(*self._optimizers.values()):
+                self._engine.backward_loss(loss)
         else:
-            engine.backward_loss(loss, inputs)
-        if "on_backward_end" in hooks.active:
-            hooks.emit("on_backward_end")
-            record_changes(session, "on_backward_end")
+            self._engine.backward_loss(loss, inputs)
+        if self._backward_ended is not None:
+            self._backward_ended()
+            note_changes(self._runner.watch, "on_backward_end")
         return shown
 
     def _weigh(self, weight: float | None, optimizer: Optimizer | None) -> None:
         """Count the weight of a loss, before its backward."""
-        session = self._session
         if optimizer is not None:
-            session.engine._weights.add(optimizer, session.turns.replica, weight)
+            self._engine._weights.add(optimizer, self._runner.replica, weight)
             return
         # The weight of an earlier loss goes with its gradients, if the user has cleared these.
         optimizers = self._find_optimizers().values()
@@ -290,30 +330,32 @@ class OptimizerLoop(Loop):
 
     def _may_send_early(self) -> bool:
         """Whether gradients may leave during the only backward of the micro-batch."""
-        session = self._session
-        updates = session.state.is_step_boundary and session.turns.is_last
+        updates = self._run.state.is_step_boundary and self._runner.is_last
         is_only = not self._has_own_losses and len(self._find_optimizers()) == 1
-        return updates and is_only and session.agreement.frees_gradients
+        return updates and is_only and self._parts.agreement.frees_gradients
 
-    def _end_turn(self, num_shared: int, watch: ReplicaWatch | None) -> None:
+    def _end_step(self, num_shared: int, watch: ReplicaWatch | None) -> None:
         """Hand the gradients of a micro-batch over, and make the update if one is due.
 
         Args:
             num_shared: the number of losses that are for all optimizers.
-            watch: what watches the turn.
+            watch: what watches the step.
         """
-        session, state, turns = self._session, self._session.state, self._session.turns
-        updates = state.is_step_boundary and turns.is_last
+        state = self._run.state
+        updates = state.is_step_boundary and self._runner.is_last
         if watch is not None and self._has_own_losses:
             watch.conclude(is_manual=not num_shared)
         if self._apart:
             self._end_apart(drops=updates and not num_shared)
         if num_shared:
             group = tuple(self._find_optimizers().values())
-            if self._weights or self._reads_gradients or self._padding is not None:
+            if self._weights or self._reads_gradients or self._gradients.has_idle_turn:
                 self._settle(group, num_shared)
-            ends_window = state.is_step_boundary
-            turns.end_backward(group, self._shown, ends_window=ends_window, updates=updates)
+            if self._shared is not None:
+                ends_window = state.is_step_boundary
+                self._shared.end_backward(
+                    group, self._shown, ends_window=ends_window, updates=updates
+                )
             if updates:
                 self._is_committed |= self._updates.make(group, moves_all=len(group) == 1)
         if updates:
@@ -322,7 +364,7 @@ class OptimizerLoop(Loop):
                 self._updated_in = state.global_iteration
             if is_committed is not state.is_step_committed:
                 self._correct_step()
-            session.engine.close_window()
+            self._engine.close_window()
 
     def _end_apart(self, *, drops: bool) -> None:
         """Show the losses of single optimizers.
@@ -344,20 +386,28 @@ class OptimizerLoop(Loop):
         Raises:
             UsageError: for several losses in a sharded run.
         """
-        session = self._session
-        if self._padding is not None:
-            self._padding.end_backward()
-        if num_shared > 1 and session.replicas.is_sharded:
+        if self._gradients.has_idle_turn and self._runner.is_last:
+            self._compute_along()
+        if num_shared > 1 and self._parts.replicas.is_sharded:
             raise UsageError(
                 f'{type(self).__name__}.losses must yield one loss with sharding="full", whose '
                 "gradients are summed during backward, got another one. Add the losses, or use "
                 'sharding="none".'
             )
         for optimizer in group:
-            session.gradients.add_back(parameters_of(optimizer))
+            self._gradients.add_back(parameters_of(optimizer))
             for weight in self._weights:
-                session.engine._weights.add(optimizer, session.turns.replica, weight)
+                self._engine._weights.add(optimizer, self._runner.replica, weight)
         self._weights.clear()
+
+    def _compute_along(self) -> None:
+        """After the last replica of this process, repeat its step for the others."""
+        batch, self._last_batch = self._last_batch, None
+        self._gradients.end_turn()
+        with without_trace(self._parts):
+            loss = loss_of(self._forward.call(batch, self._run.state))
+            assert loss is not None, "a step is automatic or manual, never both"
+            self._engine.backward_loss(loss)
 
     def _train_apart(self, result: Any, optimizer: Optimizer) -> None:
         """Train one optimizer on a loss of its own.
@@ -366,7 +416,7 @@ class OptimizerLoop(Loop):
             result: what the step has yielded.
             optimizer: the optimizer.
         """
-        session, optimizers = self._session, self._find_optimizers()
+        run, optimizers = self._run, self._find_optimizers()
         path = self._check_apart(optimizer)
         # A skip that was requested before the first loss is for all, else for the next loss.
         self._hold_skip(*((optimizer,) if self._apart else optimizers.values()))
@@ -376,12 +426,13 @@ class OptimizerLoop(Loop):
         else:
             self._apart[path] = self._backward(result, optimizer)
             self._warn_of_unreached(path, optimizer)
-        session.gradients.add_back(parameters_of(optimizer))
-        ends_window = session.state.is_step_boundary
-        session.turns.end_backward((optimizer,), self._shown, ends_window=ends_window)
+        self._gradients.add_back(parameters_of(optimizer))
+        ends_window = run.state.is_step_boundary
+        if self._shared is not None:
+            self._shared.end_backward((optimizer,), self._shown, ends_window=ends_window)
         self._hold_skip(optimizer)
         if ends_window:
-            session.skip_reason = self._skips.pop(optimizer, "")
+            run.skip_reason = self._skips.pop(optimizer, "")
             is_only = len(optimizers) == 1
             self._is_committed |= self._updates.make((optimizer,), moves_all=is_only)
 
@@ -392,7 +443,7 @@ class OptimizerLoop(Loop):
             ArgumentError: if it is none of the model.
             UsageError: if it may not.
         """
-        session, optimizers = self._session, self._find_optimizers()
+        parts, optimizers = self._parts, self._find_optimizers()
         path = next((path for path, known in optimizers.items() if known is optimizer), "")
         if not path:
             raise ArgumentError(
@@ -400,18 +451,18 @@ class OptimizerLoop(Loop):
                 f"{list(optimizers)}, got {type(optimizer).__name__}. Assign it to an attribute of "
                 "the model in setup()."
             )
-        session.replicas.require_one_each(
+        parts.replicas.require_one_each(
             "A loss with an optimizer of its own",
             why=", since an update between two losses needs the gradients of all",
         )
-        if not session.replicas.has_single_replica:
-            session.findings.add(FindingKind.OBSTACLE, text=SEPARATE_UPDATES)
+        if not parts.replicas.has_single_replica:
+            parts.findings.add(FindingKind.OBSTACLE, text=SEPARATE_UPDATES)
         if self._own_backward is not None:
             raise UsageError(
-                f"{type(session.model).__name__}.backward must not be overridden if each loss has "
+                f"{type(parts.model).__name__}.backward must not be overridden if each loss has "
                 "an optimizer of its own. Remove the method, or return the losses in a dict."
             )
-        if session.schedule.accumulation_steps > 1:
+        if parts.schedule.accumulation_steps > 1:
             trained = {id(x) for known in self._apart for x in parameters_of(optimizers[known])}
             if any(id(each) in trained for each in parameters_of(optimizer)):
                 raise UsageError(
@@ -423,7 +474,7 @@ class OptimizerLoop(Loop):
 
     def _hold_skip(self, *optimizers: Optimizer) -> None:
         """Keep a requested skip until the updates that it is meant for."""
-        reason = self._session.pop_skip_reason()
+        reason = self._run.pop_skip_reason()
         if reason:
             self._skips = dict.fromkeys(optimizers, reason) | self._skips
 
@@ -444,7 +495,7 @@ class OptimizerLoop(Loop):
 
         An outer loop may run this one several times in a window.
         """
-        state, unit = self._session.state, self._session.schedule.unit
+        state, unit = self._run.state, self._parts.schedule.unit
         if self._updated_in != state.global_iteration:
             state.withdraw_step(unit)
         elif not state.is_step_committed:
@@ -456,15 +507,14 @@ class OptimizerLoop(Loop):
         Args:
             losses: by name; of one with a weight the mean is shown.
         """
-        session = self._session
         if not self._updates.is_plain:
-            session.turns.weighted = weighted = {
+            self._iteration.weighted = weighted = {
                 name: (loss.mean, loss.sum.detach(), loss.weight)
                 for name, loss in losses.items()
                 if isinstance(loss, WeightedLoss)
             }
             losses = losses | {name: shown for name, (shown, *_) in weighted.items()}
-        table, shown = session.model.loss_items, self._shown
+        table, shown = self._model.loss_items, self._shown
         # A model that overrides on_training_batch_start without super() does not clear it.
         if table and (table.keys() != shown.keys() or any(table[x] is not shown[x] for x in shown)):
             return
@@ -472,53 +522,40 @@ class OptimizerLoop(Loop):
         table.clear()
         table.update(losses)
 
-    def _prepare(self) -> None:
-        """Look at the model before the first micro-batch."""
-        session = self._session
-        # A resume restores the table as a batch has left it.
-        items = session.model.loss_items.items()
-        self._shown = {name: loss for name, loss in items if name.startswith("loss")}
-        self._has_own_losses = type(self).losses is not OptimizerLoop.losses
-        is_own = redefines(session.model, Model, "backward")
-        self._own_backward = session.model.backward if is_own else None
-        self._reads_gradients = self._has_own_losses or is_own
-        self._padding = PaddingTurns(session) if session.gradients.has_idle_turn else None
-
     def _fix_mode(self, *, is_manual: bool) -> None:
         """Set the mode at the first step.
 
         Raises:
             UsageError: if a later step is of the other mode.
         """
-        session = self._session
-        if session.is_manual not in (None, is_manual):
-            before, now = ("None", "a loss")[:: 1 if session.is_manual else -1]
+        parts, run = self._parts, self._run
+        if run.is_manual not in (None, is_manual):
+            before, now = ("None", "a loss")[:: 1 if run.is_manual else -1]
             raise UsageError(
-                f"{type(session.model).__name__}.train_step returned {now} after it had returned "
+                f"{type(parts.model).__name__}.train_step returned {now} after it had returned "
                 f"{before}; it must always return the same. To skip a batch, return a loss of zero."
             )
         if self._has_begun:
             return
         self._has_begun = True
-        self._updates = Updates(session)
-        if session.is_manual is None:
-            session.is_manual = is_manual
-            session.state.is_step_boundary |= is_manual and session.schedule.is_by_epoch
+        if run.is_manual is None:
+            run.is_manual = is_manual
+            run.state.is_step_boundary |= is_manual and parts.schedule.is_by_epoch
         if is_manual:
-            session.replicas.require_one_each(
+            parts.replicas.require_one_each(
                 "A train_step that returns None", remedy=", or return the loss"
             )
             self._warn_of_automatic_options()
-        elif self._own_backward is not None and session.replicas.is_sharded:
+        elif self._own_backward is not None and parts.replicas.is_sharded:
             raise UsageError(
-                f"{type(session.model).__name__}.backward must not be overridden with "
+                f"{type(parts.model).__name__}.backward must not be overridden with "
                 'sharding="full", whose gradients are summed during backward. Return one loss, or '
                 'use sharding="none".'
             )
 
     def _make_count_error(self, what: str) -> UsageError:
         return UsageError(
-            f"{type(self._session.model).__name__}.train_step must yield exactly one loss for each "
+            f"{type(self._model).__name__}.train_step must yield exactly one loss for each "
             f"optimizer, in this order: {', '.join(self._optimizers)}; but it {what}. Write one "
             "`yield` for each, for the last one too (a value that is returned is lost), or yield "
             "each loss with its optimizer: yield loss, optimizer."
@@ -526,9 +563,8 @@ class OptimizerLoop(Loop):
 
     def _warn_of_automatic_options(self) -> None:
         """Warn of options without effect because the model steps its optimizers itself."""
-        session = self._session
-        ignored = session.engine._automatic_options
-        if session.schedulers is not None and session.schedulers.has_intervals_but_step:
+        ignored, schedulers = self._engine._automatic_options, self._parts.schedulers
+        if schedulers is not None and schedulers.has_intervals_but_step:
             ignored = [*ignored, "Model.scheduler_interval"]
         if ignored:
             _LOGGER.warning(
@@ -539,7 +575,7 @@ class OptimizerLoop(Loop):
 
     def _find_optimizers(self) -> dict[str, Optimizer]:
         """Return the optimizers; search again if an attribute holds another object."""
-        attributes = vars(self._session.model)
+        attributes = vars(self._model)
         for name, holder in self._holders.items():
             if attributes.get(name) is not holder:
                 self._optimizers = {}
@@ -550,7 +586,7 @@ class OptimizerLoop(Loop):
         return self._optimizers
 
     def _discover_optimizers(self, attributes: Mapping[str, Any]) -> dict[str, Optimizer]:
-        found = self._session.model.discovery.optimizers()
+        found = self._model.discovery.optimizers()
         if not found:
             raise UsageError(
                 "A model whose train_step returns or yields its losses must have an optimizer as "
@@ -567,11 +603,6 @@ class OptimizerLoop(Loop):
         for optimizer in found.values():
             refuse_closures(optimizer)
         return {path: found[path] for path in order}
-
-    def teardown(self) -> None:
-        """Release the optimizers of this training."""
-        self._forget()
-        super().teardown()
 
 
 class YieldLoop(OptimizerLoop):
@@ -596,15 +627,24 @@ class Updates:
     """Makes the updates of a training run.
 
     Args:
-        session: the run.
+        parts: the objects of the run.
 
     Attributes:
         is_plain: whether all processes know that no loss has a weight.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._draws = session.engine._find_draws()
+    def __init__(self, parts: RunParts) -> None:
+        self._run = parts.run
+        self._model, self._engine = parts.model, parts.engine
+        self._shared, self._iteration = parts.shared_runner, parts.iteration
+        schedulers = parts.schedulers
+        self._schedulers = None if schedulers is None or schedulers.is_empty else schedulers
+        self._agree_on_skip = parts.agreement.agree_on_skip
+        self._draws = parts.engine._find_draws()
+        self._step = self._engine.optimizer_step if self._draws is None else self._step_undrawn
+        self._step_started = parts.hooks.find("on_optimizer_step_start")
+        self._before_zero_grad = parts.hooks.find("on_before_zero_grad")
+        self._step_ended = parts.hooks.find("on_optimizer_step_end")
         self.is_plain = False
 
     def make(self, group: Sequence[Optimizer], *, moves_all: bool) -> bool:
@@ -615,60 +655,56 @@ class Updates:
                 together.
             moves_all: whether all schedulers step with it, and not only those of the optimizers.
         """
-        session = self._session
-        hooks, active, engine = session.hooks, session.hooks.active, session.engine
-        schedulers = session.schedulers
-        step = engine.optimizer_step if self._draws is None else self._step_without_draws
+        run, engine = self._run, self._engine
         is_skipped, is_made = self._average_and_clip(group), False
         for optimizer in group:
-            session.stepping_optimizer = optimizer
-            is_committed = not is_skipped and step(optimizer)
+            run.optimizer = optimizer
+            is_committed = not is_skipped and self._step(optimizer)
             if is_committed is None:
                 raise UsageError(
                     f"{type(engine).__name__}.optimizer_step must return whether it made the "
                     "update, True or False, got None: no step would count. Return "
                     "super().optimizer_step(optimizer), or True."
                 )
-            session.is_optimizer_step_committed = is_committed
+            run.is_optimizer_step_committed = is_committed
             is_made |= is_committed
-            if is_committed and schedulers is not None and not schedulers.is_empty:
-                session.rates[optimizer] = read_rates(optimizer)
-                schedulers.after_step(None if moves_all else optimizer)
-            if "on_before_zero_grad" in active:
-                hooks.emit("on_before_zero_grad", optimizer)
+            if is_committed and self._schedulers is not None:
+                self._iteration.rates[optimizer] = read_rates(optimizer)
+                self._schedulers.after_step(None if moves_all else optimizer)
+            if self._before_zero_grad is not None:
+                self._before_zero_grad(optimizer)
             engine.zero_grad(optimizer)
-            if "on_optimizer_step_end" in active:
-                hooks.emit("on_optimizer_step_end", optimizer, is_committed)
-        session.stepping_optimizer = None
+            if self._step_ended is not None:
+                self._step_ended(optimizer, is_committed)
+        run.optimizer = None
         return is_made
 
-    def _step_without_draws(self, optimizer: Optimizer) -> bool:
+    def _step_undrawn(self, optimizer: Optimizer) -> bool:
         """Make the update of a sharded model, which must not draw random numbers."""
-        own, name = self._session.engine, f"{type(optimizer).__name__}.step()"
-        if redefines(own, Engine, "optimizer_step"):
-            name = f"{type(own).__name__}.optimizer_step, with {name},"
+        engine, name = self._engine, f"{type(optimizer).__name__}.step()"
+        if redefines(engine, Engine, "optimizer_step"):
+            name = f"{type(engine).__name__}.optimizer_step, with {name},"
         assert self._draws is not None
         with self._draws.refused(optimizer, name):
-            return own.optimizer_step(optimizer)
+            return engine.optimizer_step(optimizer)
 
     def _average_and_clip(self, group: Sequence[Optimizer]) -> bool:
         """Average and clip gradients together, with the events between; returns whether to skip."""
-        session, is_empty = self._session, False
-        session.place = Place.UPDATE
-        engine = session.engine
+        run, engine, shared, is_empty = self._run, self._engine, self._shared, False
+        run.place = Place.UPDATE
         engine._group = group
         if len(group) > 1:
             engine._group_parameters = self._in_order(group)
         for optimizer in group:
             is_empty |= not self.is_plain and self._read_weight(optimizer) == 0
             engine.average_gradients(optimizer)
-            if session.turns.has_message:
-                session.turns.receive()
+            if shared is not None and shared.has_message:
+                shared.receive()
         for optimizer in group:
-            session.stepping_optimizer = optimizer
-            if "on_optimizer_step_start" in session.hooks.active:
-                session.hooks.emit("on_optimizer_step_start", optimizer)
-        if session.agreement.agree_on_skip() or is_empty:
+            run.optimizer = optimizer
+            if self._step_started is not None:
+                self._step_started(optimizer)
+        if self._agree_on_skip() or is_empty:
             return True
         for optimizer in group if engine._clips else ():
             engine.clip_gradients(optimizer)
@@ -679,19 +715,104 @@ class Updates:
 
         All processes call this together.
         """
-        session = self._session
-        weights = session.engine._weights
-        session.engine._weight = weight = weights.pop_sum(optimizer)
+        weights = self._engine._weights
+        self._engine._weight = weight = weights.pop_sum(optimizer)
         if weight is None:
-            self.is_plain = weights.are_plain(session.model.discovery.optimizers().values())
+            self.is_plain = weights.are_plain(self._model.discovery.optimizers().values())
         return weight
 
     def _in_order(self, group: Iterable[Optimizer]) -> list[Tensor]:
         """Return the parameters of optimizers once each, in the order of the model's networks."""
-        model = self._session.model
         found = {id(each): each for optimizer in group for each in parameters_of(optimizer)}
-        networks = model.discovery.modules()
-        places = {name: place for place, name in enumerate(vars(model))}
+        networks = self._model.discovery.modules()
+        places = {name: place for place, name in enumerate(vars(self._model))}
         names = sorted(networks, key=lambda path: places.get(path.partition(".")[0], len(places)))
         order = [id(each) for name in names for each in networks[name].parameters()]
         return [*(found.pop(number) for number in order if number in found), *found.values()]
+
+
+def losses_in(result: Any) -> dict[str, Tensor]:
+    """Return the losses in what a training step returned, by name."""
+    if isinstance(result, Processed):
+        result = result.loss
+    weighted = weighted_in(result)
+    if weighted is not None:
+        result = {**(result if isinstance(result, dict) else {}), "loss": weighted.sum}
+    if isinstance(result, Tensor):
+        return {"loss": result}
+    if odd := [name for name, value in result.items() if isinstance(value, WeightedLoss)]:
+        raise UsageError(
+            f"A WeightedLoss must be under 'loss', got it under {', '.join(map(repr, odd))}. A "
+            "window has one sum of weights: add the sums up under 'loss'."
+        )
+    return {
+        name: value
+        for name, value in result.items()
+        if isinstance(value, Tensor) and value.requires_grad and value.numel() == 1
+    }
+
+
+def weighted_in(result: Any) -> WeightedLoss | None:
+    """Return the loss in what a training step returned, if it has a weight."""
+    loss = result.loss if isinstance(result, Processed) else result
+    if isinstance(loss, dict):
+        loss = loss.get("loss")
+    return loss if isinstance(loss, WeightedLoss) else None
+
+
+def loss_of(result: Any, *, takes_several: bool = False, is_yielded: bool = False) -> Tensor | None:
+    """Return the loss in what a training step returned; ``None`` for a manual step.
+
+    Args:
+        result: what it returned.
+        takes_several: whether a dict without ``"loss"`` stands for the sum of its losses.
+        is_yielded: whether the step has yielded it, so that ``None`` is an error.
+
+    Raises:
+        UsageError: if it is none.
+    """
+    loss = result.loss if isinstance(result, Processed) else result
+    if loss is None and not is_yielded:
+        return None
+    if isinstance(loss, dict) and "loss" in loss:
+        loss = loss["loss"]
+    elif isinstance(loss, dict) and takes_several and (losses := losses_in(loss)):
+        loss = torch.stack([each.reshape(()) for each in losses.values()]).sum()
+    if not isinstance(loss, Tensor):
+        loss = _sum_of(loss)
+    if type(loss) is not Tensor and is_sharded(loss):
+        raise UsageError(
+            "A loss must not be computed of sharded parameters outside of a forward, where they "
+            "are not whole, but train_step has returned such a loss. Compute the penalty in the "
+            "forward of the module that holds the parameters."
+        )
+    if loss.numel() != 1:
+        raise make_loss_error(loss)
+    return loss
+
+
+def make_loss_error(loss: Tensor) -> UsageError:
+    """Make the error for a tensor of several elements, or one without a graph."""
+    return UsageError(
+        f"{_CONTRACT}; got a tensor of shape {tuple(loss.shape)} with requires_grad="
+        f"{loss.requires_grad}. Reduce it (loss.mean()) and do not detach it."
+    )
+
+
+def _sum_of(loss: Any) -> Tensor:
+    """Return the sum of a loss with a weight, which is the only other one that there may be."""
+    if isinstance(loss, WeightedLoss):
+        return loss.sum
+    shown = "None" if loss is None else type(loss).__name__
+    if isinstance(loss, dict):
+        shown = (
+            f"a dict of {', '.join(map(repr, loss)) or 'nothing'}. Add the losses up under "
+            "'loss', or override Model.backward(losses) to make one gradient of several"
+        )
+    raise UsageError(f"{_CONTRACT}, got {shown}.")
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -16,7 +16,7 @@ from helios.engines.numerics import numerics
 from helios.errors import Interrupted, StateError, UsageError
 from helios.model.model import Model
 from helios.plugins.averaging import EMA, WeightAverage
-from helios.session import Session
+from helios.run_parts import RunParts
 from helios.start.checkpoint_search import find_chosen
 from helios.start.model_setup import move_networks
 from helios.start.run import Run
@@ -53,17 +53,20 @@ def evaluate(run: Run) -> Any:
     if not has_data:
         _LOGGER.warning("%s has nothing to do: the data module has no data for it.", run.verb)
     run.require_alike_setup()
-    session = run.make_inference_session(run.phase)
-    run.take_session(session)
+    is_alone = run.team.has_single_process
+    when = "after this batch" if is_alone else "when it is complete"
+    ask = partial(run.signals.ask, f"{run.verb} ends {when}")
+    parts = run.make_inference_parts(run.phase, ask if is_alone else str)
+    run.begin(parts)
     if record is not None:
-        session.state = TrainingState(**record.training_state)
-        session.cursor = Cursor(**record.cursor)
-    restore(session)
+        parts.run.state = TrainingState(**record.training_state)
+        parts.run.cursor = Cursor(**record.cursor)
+    restore(parts)
     used = after_fit if loaded is None else None
     left_out = {} if used is None else used.leave_out_averages(run.plugins.values())
     _log_weights(run, loaded, reasons, left_out)
     with _naming_unrestored(run.model):
-        result, reason = _run_pass(run, session)
+        result, reason = _run_pass(run, ask)
     if used is not None and not left_out:
         # Steps may have changed buffers; what the next evaluation finds changed is the user's.
         used.record_contents()
@@ -75,23 +78,18 @@ def evaluate(run: Run) -> Any:
     return result
 
 
-def _run_pass(run: Run, session: Session) -> tuple[Any, str]:
+def _run_pass(run: Run, ask: Callable[[], str]) -> tuple[Any, str]:
     """Return the result of the pass, and what has interrupted it, if anything.
 
     Several processes complete it first: they may be at different batches.
     """
-    signals, is_alone = run.signals, run.team.has_single_process
-    when = "after this batch" if is_alone else "when it is complete"
-    ask = partial(signals.ask, f"{run.verb} ends {when}")
-    if is_alone:
-        session.outside = ask
     try:
         result = run.loop.run()
     except Interrupted as error:
         return None, error.reason
     finally:
-        signals.note_safe_point()
-    reasons = [] if is_alone else run.team.gather_objects(ask())
+        run.signals.note_safe_point()
+    reasons = [] if run.team.has_single_process else run.team.gather_objects(ask())
     return result, next(filter(None, reasons), "")
 
 
@@ -125,8 +123,8 @@ def _add_averages(run: Run, loaded: Loaded) -> None:
         )
 
 
-def _set_up_for(run: Run, state: Trained | None) -> Callable[[Session], None]:
-    """Set up what is evaluated; returns what gives it its state, once there is a session."""
+def _set_up_for(run: Run, state: Trained | None) -> Callable[[RunParts], None]:
+    """Set up what is evaluated; returns what gives it its state, once its objects are there."""
     if state is None and run.trained is not None:
         return _set_up_around(run, run.trained)
     run.set_up(is_inference=True)
@@ -135,18 +133,18 @@ def _set_up_for(run: Run, state: Trained | None) -> Callable[[Session], None]:
         run.model.load_for_testing()
         return _do_nothing
 
-    def restore(session: Session) -> None:
-        apply_trained(state, session, is_inference=True)
+    def restore(parts: RunParts) -> None:
+        apply_trained(state, parts, is_inference=True)
         _remove_unrestored(run)
 
     return restore
 
 
-def _do_nothing(session: Session) -> None:
+def _do_nothing(parts: RunParts) -> None:
     return
 
 
-def _set_up_around(run: Run, trained: TrainedModel) -> Callable[[Session], None]:
+def _set_up_around(run: Run, trained: TrainedModel) -> Callable[[RunParts], None]:
     """Set up all but the model, which stays as it is; returns what restores the others."""
     if run.replicas.is_sharded_over_processes:
         raise UsageError(
@@ -161,7 +159,7 @@ def _set_up_around(run: Run, trained: TrainedModel) -> Callable[[Session], None]
     run.owners.restore(data, is_inference=True)
     trained.owners = run.owners
     run.renew_hooks()
-    return lambda session: session.plugin_states.restore(states)
+    return lambda parts: parts.plugin_states.restore(states)
 
 
 def _remove_unrestored(run: Run) -> None:

@@ -66,8 +66,8 @@ def train(training: Training) -> str:
 
 def _finish(training: Training, reason: str) -> bool | Interrupted:
     """Wait for the last checkpoint, and say how training has ended; returns True if it has."""
-    run, session = training.run, training.session
-    interruption = session.agreement.asked.interruption if session.is_interrupted else None
+    run, state = training.run, training.parts.run
+    interruption = state.asked.interruption if state.is_interrupted else None
     _leave_model(run, _record_end(training), is_interrupted=interruption is not None)
     training.saves.finish(None if interruption is not None else reason)
     for listener in training.listeners:
@@ -95,10 +95,10 @@ def _leave_model(run: Run, end: Record, *, is_interrupted: bool = False) -> None
 
 def _record_end(training: Training) -> Record:
     """Return counters and logs at the end, without what the objects themselves hold."""
-    session, replicas = training.session, training.run.replicas
+    state, replicas = training.parts.run, training.run.replicas
     return Record(
-        training_state=session.state.dict(),
-        cursor=session.cursor.dict(),
+        training_state=state.state.dict(),
+        cursor=state.cursor.dict(),
         model={},
         rng={},
         num_threads=torch.get_num_threads(),
@@ -111,18 +111,18 @@ def _record_end(training: Training) -> Record:
 
 def _describe_end(training: Training) -> str:
     """Return how far the training has come, as lines for the log; waits for saves."""
-    session, newest = training.session, training.saves.writer.wait()
-    best, file_name = session.best.best, None
+    state, newest = training.parts.run, training.saves.writer.wait()
+    best, file_name = state.best.best, None
     if best is not None and newest is not None:
         paths = file_names.find_checkpoints(newest.parent)
         names = {file_names.iteration_of(path): path.name for path in paths}
         file_name = names.get(best.iteration, "")
     return run_log.describe_progress(
-        session.state,
+        state.state,
         seconds=training.seconds,
         begun_at=training.begun_at,
         scores=training.scores.summarize(best, file_name),
-        nonfinite=session.nonfinite,
+        nonfinite=training.parts.loss_means.nonfinite,
         newest=newest,
         has_report=bool(training.recorders),
     )

@@ -71,14 +71,12 @@ class Whereabouts(NamedTuple):
     Attributes:
         step: the step, in words.
         text: what it does there, such as ``"in train_step"``.
-        order: is greater in a rank that is further.
-        progress: changes whenever the rank gets on.
+        order: grows whenever the rank gets on, so that it is greater in one that is further.
     """
 
     step: str
     text: str
     order: list[int]
-    progress: object = None
 
 
 @final
@@ -127,7 +125,7 @@ class HangWatch:
     def describe(self) -> str:
         """Return where this process is; for any thread."""
         place = self._find_place()
-        since = f" since {self._since}" if place.progress == self._place.progress else ""
+        since = f" since {self._since}" if place.order == self._place.order else ""
         return f"{place.step}: {place.text}{since}"
 
     def _watch(self) -> None:
@@ -137,7 +135,7 @@ class HangWatch:
             elapsed, before = time.monotonic() - before, time.monotonic()
             self._stood += min(elapsed, 2 * self._pause)
             place = self._find_place()
-            if place.progress != self._place.progress or not self._since:
+            if place.order != self._place.order or not self._since:
                 self._stood = self._warned = 0.0
                 self._since = time.strftime("%H:%M:%S")
             self._place = place

@@ -188,7 +188,7 @@ def _run_in_ranks(run: Run, num_processes: int, num_replicas: int) -> Any:
 def _hand_over(run: Run, trained: TrainedModel) -> Trained:
     """Return the state of a trained model, for ranks that set it up again."""
     run.owners = trained.owners
-    run.session = run.make_inference_session()
+    run.parts = run.make_inference_parts()
     run.collect()
     assert run.collected is not None
     state: Trained = loads(run.collected)

@@ -17,8 +17,7 @@ from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, Usag
 from helios.hooks.bus import Bus, check_owners, check_receiver, overridden
 from helios.hooks.events import EVENTS
 from helios.hooks.overrides import check_state_methods
-from helios.loops.batch import BatchLoop
-from helios.loops.epoch import EpochLoop
+from helios.loops.epoch import BatchLoop, EpochLoop
 from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.optimizer import OptimizerLoop

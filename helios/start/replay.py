@@ -183,8 +183,8 @@ class _Comparison:
 
     def ask(self) -> str:
         """Return that enough was compared; empty if it was not."""
-        session, part, follower = self._run.session, self._range, self._follower
-        is_done = session is not None and session.state.global_iteration >= part.stop
+        parts, part, follower = self._run.parts, self._range, self._follower
+        is_done = parts is not None and parts.run.state.global_iteration >= part.stop
         if is_done and not part.meets_end:
             return _ENOUGH
         self._compare(is_over=False)
@@ -203,9 +203,9 @@ class _Comparison:
             LedgerError: if the ledger cannot be used.
             UsageError: if something else has interrupted the replay.
         """
-        follower, session = self._follower, self._run.session
+        follower, parts = self._follower, self._run.parts
         assert follower is not None
-        assert session is not None
+        assert parts is not None
         self._compare(is_over=True)
         found = follower.found
         if follower.failure is not None:
@@ -214,7 +214,7 @@ class _Comparison:
             place = with_step(found.num_equal, found.steps.get("num_equal"))
             raise UsageError(
                 f"The replay was interrupted after iteration {place}, before iteration "
-                f"{found.stop}: {session.agreement.asked.interruption}. Up to there, all lines are "
+                f"{found.stop}: {parts.run.asked.interruption}. Up to there, all lines are "
                 "equal. Replay without what interrupts it, or pass an earlier stop."
             )
         return found

@@ -5,22 +5,104 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING, Any, final
 
 from helios.checkpoint.capture import apply
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
+from helios.core import rng
 from helios.core.stored_values import stored_params
 from helios.counters import Cursor, TrainingState
+from helios.errors import RunMismatchError
 from helios.model.new_settings import NewSettings
 from helios.replicas.on_all_ranks import on_first
+from helios.run_parts import RunParts
 from helios.start import run_identity, run_log
 from helios.start.best_score import continue_best
 from helios.start.changes import name_params
 from helios.start.data_check import DataCheck
-from helios.start.training import Training
 from helios.text import with_step
 
+if TYPE_CHECKING:
+    from helios.start.training import Training
+
 _LOGGER = logging.getLogger(__name__)
+
+
+@final
+class PendingLoad:
+    """What a load leaves to be done after ``on_training_resume``, which may restore the data.
+
+    Args:
+        allows_length: whether the epoch may have another number of samples: then it starts anew.
+
+    Attributes:
+        saved_length: the samples of the epoch of the checkpoint; ``None`` if they are unknown.
+        data_check: compares the data with that of the checkpoint; ``None`` if nothing does.
+    """
+
+    def __init__(self, *, allows_length: bool) -> None:
+        self.saved_length: int | None = None
+        self.data_check: DataCheck | None = None
+        self._allows_length = allows_length
+        self._parts: RunParts | None = None
+        self._randomness: dict[str, Any] = {}
+
+    def begin(self, parts: RunParts, randomness: dict[str, Any]) -> None:
+        """Note what was loaded.
+
+        Args:
+            parts: the objects of the run.
+            randomness: the generators of the checkpoint.
+        """
+        self._parts, self._randomness = parts, randomness
+
+    def finish(self, is_complete: bool) -> None:
+        """Compare the data with that of the checkpoint, and restore the generators.
+
+        Args:
+            is_complete: whether the epoch of the checkpoint is complete.
+
+        Raises:
+            RunMismatchError: for other data, or another length, that was not allowed.
+        """
+        assert self._parts is not None
+        self._check_length(self._parts)
+        if self.data_check is not None:
+            self.data_check.after_hooks(not self._parts.run.is_in_epoch or is_complete)
+        # The generators come last, when nothing can draw from them any more.
+        rng.load_states(self._randomness)
+        self._randomness = {}
+
+    def check_data(self) -> None:
+        """Compare the data again, after the hook that begins an epoch."""
+        if self.data_check is not None:
+            self.data_check.after_hooks(False)
+
+    def _check_length(self, parts: RunParts) -> None:
+        """Compare the length of the data with that of the epoch of the checkpoint.
+
+        A data set that grows during training must have been restored by now, because the order of
+        its samples depends on its length.
+        """
+        saved, present = self.saved_length, parts.training_source.length
+        if saved is None or present is None or saved == present:
+            return
+        if not self._allows_length:
+            raise RunMismatchError(
+                f"The training data must have {saved} samples when the run resumes, as in the "
+                f"checkpoint's epoch, got {present} after on_training_resume. If the data set "
+                "changes during training, restore it in on_training_resume(state), or allow the "
+                'change with Trainer(allow_changes=("length",)).'
+            )
+        _LOGGER.warning(
+            "The training data has %d samples, and had %d in the checkpoint's epoch, which starts "
+            "anew, as allowed.",
+            present,
+            saved,
+        )
+        parts.run.cursor.restart_epoch()
+        parts.run.state.end_epoch()
 
 
 def load_checkpoint(training: Training) -> None:
@@ -30,31 +112,33 @@ def load_checkpoint(training: Training) -> None:
         RunMismatchError: for a change that was not allowed.
         StateError: if an object refuses its state.
     """
-    run, session, origin = training.run, training.session, training.origin
+    run, parts, origin = training.run, training.parts, training.origin
     loaded = origin.loaded
     assert loaded is not None
-    record = run.detach(loaded.record, is_shown="on_load_checkpoint" in session.hooks.active)
+    record = run.detach(loaded.record, is_shown="on_load_checkpoint" in parts.hooks.active)
     state = TrainingState(**record.training_state)
-    source = session.training_source
-    cursor = run_identity.find_cursor(record, source.description, session.replicas)
+    description = parts.training_source.description
+    cursor = run_identity.find_cursor(record, description, parts.replicas)
     _note_changes(training, record, state=state, cursor=cursor)
     payload = record.to_payload()
-    session.hooks.emit("on_load_checkpoint", payload)
+    parts.hooks.emit("on_load_checkpoint", payload)
     adopt_settings = _make_adoption(training)
-    apply(Record.from_payload(payload), session, state=state, cursor=cursor)
+    seen = Record.from_payload(payload)
+    apply(seen, parts, state=state, cursor=cursor)
+    training.pending.begin(parts, seen.rng)
     adopt_settings()
-    session.agreement.asked.stop_reason = cursor.stop_reason
+    parts.run.asked.stop_reason = cursor.stop_reason
     folder = None if origin.is_branch else origin.folder
-    session.best = continue_best(
+    parts.run.best = continue_best(
         record.best_validations,
-        session.best.rule,
+        parts.run.best.rule,
         after=record.place[1],
         folder=None if folder is None else folder.path,
         replicas=run.replicas,
     )
-    if session.schedulers is not None:
-        session.schedulers.remember()
-    session.hooks.emit("on_checkpoint_loaded")
+    if parts.schedulers is not None:
+        parts.schedulers.remember()
+    parts.hooks.emit("on_checkpoint_loaded")
     on_first(run.replicas, partial(_compare_machine, training, record))
 
 
@@ -66,8 +150,8 @@ def _note_changes(
     Raises:
         RunMismatchError: for a change that was not allowed.
     """
-    run, session, definition = training.run, training.session, training.definition
-    options, source, changes = run.options, session.training_source, training.changes
+    run, parts, definition = training.run, training.parts, training.definition
+    options, source, changes = run.options, parts.training_source, training.changes
     if run_identity.is_extended(options, record.options):
         cursor.go_on()
     identity = run_identity.identity(options, source.description, run.engine)
@@ -82,11 +166,10 @@ def _note_changes(
     run_identity.check_skipped(*skipped, source, cursor)
     made = definition.changes.report()
     changes += [*allowed, *made]
-    session.has_changed |= bool(allowed or made)
+    parts.run.has_changed |= bool(allowed or made)
     renamed = run_identity.note_fingerprint(source.description, record.options)
     if record.options.get("length") == identity["length"]:
-        session.saved_length = record.data.get("length")
-        session.allows_other_length = "length" in options.allow_changes
+        training.pending.saved_length = record.data.get("length")
     changes += renamed + run_identity.note_limits(options, record.options)
     run_log.report_arguments(record.options)
     changes += _note_missing(training, record)
@@ -95,7 +178,7 @@ def _note_changes(
 
 def _check_data(training: Training, record: Record, changes: list[str]) -> None:
     """Fetch the last batch again, unless the data is known to be another, or is replayed."""
-    run, loaded, session = training.run, training.origin.loaded, training.session
+    run, loaded = training.run, training.origin.loaded
     names = {text.partition(":")[0] for text in changes}
     is_other = bool(names & {*run_identity.ORDERING, "fingerprint"})
     if run.replay is not None or loaded is None or is_other:
@@ -103,18 +186,18 @@ def _check_data(training: Training, record: Record, changes: list[str]) -> None:
     check = DataCheck(
         record,
         loaded.path.parent,
-        session.training_source,
+        training.parts.training_source,
         replicas=run.replicas,
         is_strict=run.options.on_incomplete == "raise",
         note=training.changes.append,
     )
     check.before_load()
-    session.check_data = check.after_hooks
+    training.pending.data_check = check
 
 
 def _make_adoption(training: Training) -> Callable[[], None]:
     """Return what puts the settings of ``setup`` back after the load, if they are allowed."""
-    schedulers = training.session.schedulers
+    schedulers = training.parts.schedulers
     if not training.definition.changes.adopts or schedulers is None:
         return lambda: None
     return NewSettings(training.run.model.discovery.optimizers(), schedulers).apply

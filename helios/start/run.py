@@ -42,7 +42,8 @@ from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
-from helios.session import Place, Session
+from helios.run_parts import RunParts
+from helios.run_state import Place, RunState
 from helios.start.changes import read_fresh
 from helios.start.checkpoint_search import CheckpointChoice, Choice, choose_checkpoint
 from helios.start.hangs import HangWatch, Whereabouts, showing_stacks
@@ -165,8 +166,8 @@ class Run:
         team: the processes, for what they do together.
         settings: closed at the end of the call, whatever happens.
         sources: the data of each phase that was opened.
-        session: what its loop sees; ``None`` before there is one.
-        is_live: whether the loop may still see it.
+        parts: what its loop gets; ``None`` before it is there.
+        is_live: whether the loop has it still.
         has_begun: whether ``on_fit_start`` was reached, which ``on_fit_end`` follows.
         is_reported: whether another process has logged the error of this one.
         listeners: notified of an error that ends the call.
@@ -234,7 +235,7 @@ class Run:
         """Have nothing that belongs to this process."""
         self.info = DistributedInfo()
         self.signals = Listener()
-        self.session: Session | None = None
+        self.parts: RunParts | None = None
         self.is_live = False
         self.is_rank = False
         self.collected: bytes | None = None
@@ -387,17 +388,14 @@ class Run:
         return None if root is None else root / self.model.save_name
 
     def _find_place(self) -> Whereabouts:
-        session = self.session
-        if session is None:
+        if self.parts is None:
             return Whereabouts(self.verb, Place.STARTING.value, order=[-1])
-        is_training = self.phase is Phase.TRAINING
-        place = list(Place).index(session.place)
-        order = [session.state.global_iteration, place, session.num_evaluated]
+        run, is_training = self.parts.run, self.phase is Phase.TRAINING
+        place = list(Place).index(run.place)
         return Whereabouts(
-            f"step {session.state.global_step + 1}" if is_training else self.verb,
-            session.place.value,
-            order=order,
-            progress=(session.num_read_again, *order),
+            f"step {run.state.global_step + 1}" if is_training else self.verb,
+            run.place.value,
+            order=[run.state.global_iteration, place, run.num_other_batches],
         )
 
     def _report(self, error: BaseException) -> None:
@@ -436,7 +434,7 @@ class Run:
         # A stack runs all of these, last first, even if one of them raises.
         with ExitStack() as stack:
             stack.callback(log.close_default_loggers)
-            stack.callback(self._forget_session)
+            stack.callback(self._forget_run)
             stack.callback(self.loop._attach, None)
             for sources in self.sources.values():
                 for source in sources:
@@ -469,8 +467,8 @@ class Run:
 
         All processes build it, because a plugin may gather its state; rank 0 keeps it.
         """
-        assert self.session is not None
-        trained = capture_trained(self.session)
+        assert self.parts is not None
+        trained = capture_trained(self.parts)
         if self.info.rank != 0:
             return
         if self.trained is not None:
@@ -510,9 +508,9 @@ class Run:
         is_inference = self.phase is not Phase.TRAINING
         self.set_up(is_inference=is_inference, is_resumed=True)
         self.find_owners(self.open_saved_source(trained))
-        session = self.make_inference_session()
-        self.take_session(session)
-        apply_trained(trained, session, is_inference=is_inference)
+        parts = self.make_inference_parts()
+        self.begin(parts)
+        apply_trained(trained, parts, is_inference=is_inference)
 
     @property
     def share(self) -> RowShare | None:
@@ -528,36 +526,44 @@ class Run:
         keeps_nothing = type(self.model).load_state_dict is Model.load_state_dict and not is_shown
         return detach(record, keeps_model=not keeps_nothing, is_shown=is_shown)
 
-    def take_session(self, session: Session) -> None:
-        """Set the session of all objects that may see it."""
-        self.session, self.is_live = session, True
+    def begin(self, parts: RunParts) -> None:
+        """Give the objects of the run to all that need them while it goes on."""
+        self.parts, self.is_live = parts, True
         for plugin in self.plugins.values():
-            plugin.context = session.context
-        vars(self.model)["_run_context"] = session.context
-        self.loop._attach(session)
+            plugin.context = parts.context
+        vars(self.model)["_run_context"] = parts.context
+        self.loop._attach(parts)
 
-    def make_inference_session(self, phase: Phase = Phase.TRAINING) -> Session:
-        """Return a session that does not train."""
-        return Session(
+    def make_inference_parts(
+        self, phase: Phase = Phase.TRAINING, outside: Callable[[], str] = str
+    ) -> RunParts:
+        """Return the objects of a run that does not train.
+
+        Args:
+            phase: what it does.
+            outside: returns why it is to be interrupted, if the reason came from outside.
+        """
+        return RunParts(
             model=self.model,
             engine=self.engine,
             hooks=self.hooks,
             display=self.display,
             seed=self.options.seed,
+            run=RunState(phase=phase),
             sources=self.sources,
             plugins=self.plugins,
-            phase=phase,
             run_folder=self.folder,
             loop_states=LoopStates(self.loops.fit, LOOP_PATH, carries=False),
             owner_states=self.owners,
+            outside=outside,
         )
 
-    def _forget_session(self) -> None:
+    def _forget_run(self) -> None:
         vars(self.model)["_run_context"] = None
         for plugin in self.plugins.values():
             vars(plugin).pop("context", None)
         # A user's engine outlives the run; a process group does not.
-        self.session = None
+        self.parts = None
         self.engine.replicas.close()
         self.team.close()
         self.engine.replicas = self.team = Replicas()

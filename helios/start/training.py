@@ -19,14 +19,14 @@ from helios.counters import Phase
 from helios.data.source import Source
 from helios.engines.numerics import numerics
 from helios.errors import ArgumentError, RunMismatchError, StateError
-from helios.hooks.live_run import find_none
 from helios.ledger.environment import describe_machine
 from helios.ledger.run_file import without_secret_words
 from helios.listeners import Recorder, RunListener
 from helios.loops.loop import LoopStates
 from helios.model.schedulers import Schedulers
+from helios.run_parts import RunParts, get_no_scalars
+from helios.run_state import RunState
 from helios.schedule import Schedule
-from helios.session import Session
 from helios.start import run_identity, run_log
 from helios.start.best_score import find_best_rule, require_one_mode
 from helios.start.changes import Declared, StartChanges, compare_fresh, name_params
@@ -39,6 +39,7 @@ from helios.start.objects import check_training_source, log_order
 from helios.start.options import ROWS
 from helios.start.origin import Origin
 from helios.start.recorders import make_recorders
+from helios.start.resume import PendingLoad
 from helios.start.run import LOOP_PATH, Run
 from helios.start.run_log import ScoreLog, describe_run, warn_of_idle_options
 from helios.start.saves import Saves
@@ -84,7 +85,8 @@ class Training:
         run: the call.
         origin: where it starts.
         definition: what defines the run.
-        session: what its loops see.
+        parts: what its loops get.
+        pending: what its load leaves to be done when training resumes.
         saves: completes its checkpoints.
         scores: logs the scores of validations.
         recorders: what records the run.
@@ -99,7 +101,8 @@ class Training:
     run: Run
     origin: Origin
     definition: Definition
-    session: Session
+    parts: RunParts
+    pending: PendingLoad
     saves: Saves
     scores: ScoreLog
     recorders: list[Recorder]
@@ -194,37 +197,42 @@ def set_up_training(
     _show_banner(run, origin, level, schedule)
     run_log.say_how_schedulers_step(run.model, schedulers, schedule)
     what = run_log.describe_signal(saves=options.can_save)
-    session = Session(
+    pending = PendingLoad(allows_length="length" in options.allow_changes)
+    parts = RunParts(
         model=run.model,
         engine=run.engine,
         hooks=run.hooks,
         display=run.display,
         seed=options.seed,
+        run=RunState(
+            best=BestSoFar(find_best_rule(options, run.plugins.values(), run.model)),
+            has_changed=origin.is_branch or origin.goes_back,
+        ),
         schedule=schedule,
         sources=run.sources,
         plugins=run.plugins,
         schedulers=schedulers,
-        best=BestSoFar(find_best_rule(options, run.plugins.values(), run.model)),
-        find_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else find_none,
         writer=saves.writer,
+        can_save=options.can_save,
         recorders=recorders,
         run_listeners=listeners,
-        can_save=options.can_save,
+        get_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else get_no_scalars,
         sanity_steps=options.sanity_steps,
         loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),
         owner_states=run.owners,
         findings=findings,
+        run_folder=None if origin.folder is None else origin.folder.path,
+        is_replay=run.replay is not None,
+        outside=ask or partial(run.signals.ask, what),
         check_record=partial(_require_complete, run),
         note_last_safe_point=run.signals.note_safe_point,
-        outside=ask or partial(run.signals.ask, what),
+        finish_load=pending.finish,
+        check_data=pending.check_data,
     )
-    session.is_replay = run.replay is not None
-    session.run_folder = None if origin.folder is None else origin.folder.path
-    session.has_changed = origin.is_branch or origin.goes_back
-    run.take_session(session)
+    run.begin(parts)
     log_order(run.plugins, run.hooks)
     found = (scores, recorders, listeners, changes, machine, stranded)
-    return Training(run, origin, definition, session, saves, *found)
+    return Training(run, origin, definition, parts, pending, saves, *found)
 
 
 def _numerics(run: Run, known: Record | None) -> AbstractContextManager[None]:

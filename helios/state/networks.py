@@ -104,7 +104,8 @@ def hook_tables_of_optimizers() -> tuple[str, ...]:
 
 _WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "torch.distributed")
 _HOUSE = (
-    *("helios.trainer", "helios.start", "helios.session", "helios.hooks", "helios.loops"),
+    *("helios.trainer", "helios.start", "helios.run_parts", "helios.run_state"),
+    *("helios.hooks", "helios.loops"),
     *("helios.engines", "helios.replicas", "helios.launch", "helios.plugins", "helios.checkpoint"),
     *("helios.data", "helios.state", "helios.terminal.root_logger"),
     *("helios.terminal.progress", "helios.storage.tensorboard_writer", "helios.sharding"),

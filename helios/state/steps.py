@@ -28,8 +28,12 @@ from helios.state.walk import PARTS
 from helios.storage.checksums import bit_sum
 
 if TYPE_CHECKING:
+    from helios.model.model import Model
     from helios.state.discovery import Discovery
     from helios.state.owners import Owners
+
+# BatchNorm counts and averages in every forward, also in one whose loss is forgotten.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @final
@@ -289,3 +293,73 @@ class ReplicaWatch:
                 f"{self._name}.{hook}" if hook == STEP else hook,
                 names,
             )
+
+
+@final
+class IdleWatch:
+    """Notices that the steps of a new run learn nothing, as with a forgotten ``return loss``.
+
+    A step that returns ``None`` may collect data, or update tables as k-means and EM do, so
+    everything that has state is compared with what it was before the first step.
+
+    Args:
+        model: the model.
+        owners: the attributes of all others.
+        gather: returns the values of all processes, in the order of ranks.
+    """
+
+    def __init__(self, model: Model, owners: Owners, gather: Callable[[Any], list[Any]]) -> None:
+        self._model = model
+        self._owners = owners
+        self._gather = gather
+        self._watches: list[StepWatch] = []
+        self._buffers: dict[str, bytes] = {}
+
+    def begin(self) -> None:
+        """Begin to watch before the first step of a new run, if anything can be seen."""
+        processor = self._model.batch_processor
+        if processor is not None and not processor.need_backward:
+            return
+        discovery = self._model.discovery
+        networks = discovery.modules().values()
+        tensors = [each for net in networks for each in (*net.parameters(), *net.buffers())]
+        # Lazy ones get their values in the first step; sharded ones need a loss that is returned.
+        if any(is_lazy(each) or is_sharded(each) for each in tensors):
+            return
+        others = self._owners.watch(sees_unsaved=True, sees_data=True)
+        self._watches = [discovery.watch(sees_unsaved=True), *(watch for _, watch in others)]
+        self._buffers = self._mark_buffers()
+
+    def conclude(self, iteration: int, *, is_manual: bool | None) -> None:
+        """Refuse a run that has learned nothing so far, and watch no more.
+
+        Args:
+            iteration: the number of its iterations.
+            is_manual: whether its steps return no loss; ``None`` before the first one.
+
+        Raises:
+            UsageError: in all processes, if nothing has changed in any of them.
+        """
+        watches, self._watches = self._watches, []
+        if not watches or is_manual is False:
+            return
+        found = [path for watch in watches for path in watch.changed()]
+        marks = self._mark_buffers()
+        found += [name for name in marks if marks[name] != self._buffers.get(name)]
+        for network in self._model.discovery.modules().values():
+            found += [name for name, each in network.named_parameters() if each.grad is not None]
+        changed = [path for paths in self._gather(found) for path in paths]
+        if all(path.endswith(_STATISTICS) for path in changed):
+            raise UsageError(
+                f"{type(self._model).__name__}.train_step has returned None in all {iteration} "
+                "batches, and nothing was learned: no optimizer has stepped, and no parameter has "
+                "a gradient or has changed. Did you forget `return loss`? If it collects data, "
+                "keep it in an attribute of the model, which is saved."
+            )
+
+    def _mark_buffers(self) -> dict[str, bytes]:
+        return {
+            f"{path}.{name}": mark_of_tensor(buffer, reads_bits=True)
+            for path, network in self._model.discovery.modules().items()
+            for name, buffer in network.named_buffers()
+        }

@@ -52,7 +52,7 @@ def test_means_over_replicas_have_the_bits_of_the_cpu_and_wait_for_nothing(
 
 
 def test_a_mean_is_waited_for_by_reading_it_only() -> None:
-    losses = LossMeans(lambda *_: None)
+    losses = LossMeans()
     losses.serve(Viewer)
     losses.add({"loss": torch.ones(1, device="cuda")}, 1)
     means: dict[str, float] = {}

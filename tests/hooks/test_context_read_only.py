@@ -13,7 +13,7 @@ from helios.errors import ArgumentTypeError, ReadOnlyError
 from helios.hooks.context import CHANGES, Context
 from helios.plugins.plugin import Plugin
 from helios.state import Phase
-from tests.loops.sessions import ListSource, Stepper, fit, make_session
+from tests.loops.parts import ListSource, Stepper, fit, make_parts
 
 NAMES = sorted(
     name
@@ -39,9 +39,9 @@ class Assigning(Doing):
 
 def train(*plugins: Plugin) -> Any:
     sources: Any = {Phase.TRAINING: [ListSource([[1.0], [1.0]])]}
-    session = make_session(Stepper(), *plugins, sources=sources, total_steps=2)
-    fit(session)
-    return session
+    parts = make_parts(Stepper(), *plugins, sources=sources, total_steps=2)
+    fit(parts)
+    return parts
 
 
 @pytest.mark.shows("K43")
@@ -91,37 +91,37 @@ WAYS: dict[str, tuple[str, Callable[..., Any], Callable[[Any], bool]]] = {
     "map the batch": (
         "process_training_batch",
         lambda context, batch, state: 4.0,
-        lambda session: session.model.weight == -4 - 2,
+        lambda parts: parts.model.weight == -4 - 2,
     ),
     "change gradients": (
         "on_backward_end",
         _double_gradients,
-        lambda session: session.model.weight == -2 - 1,
+        lambda parts: parts.model.weight == -2 - 1,
     ),
     "skip an update": (
         "on_optimizer_step_start",
         _skip_first,
-        lambda session: session.state.global_iteration == 3,
+        lambda parts: parts.run.state.global_iteration == 3,
     ),
     "stop, interrupt or save": (
         "on_training_batch_start",
         lambda context, state: context.request_stop("as a test"),
-        lambda session: session.state.global_iteration == 1,
+        lambda parts: parts.run.state.global_iteration == 1,
     ),
     "log": (
         "on_training_batch_start",
         lambda context, state: context.log({"number": 3}),
-        lambda session: SHOWN == [{"number": 3.0}] * 2,
+        lambda parts: SHOWN == [{"number": 3.0}] * 2,
     ),
     "say that scores are summed": (
         "on_training_batch_start",
         lambda context, state: context.declare_summed({"error": 1.0}),
-        lambda session: session.summed_scores == {"error": 1.0},
+        lambda parts: parts.run.summed_scores == {"error": 1.0},
     ),
     "change weights, buffers, optimizers and schedulers": (
         "on_training_batch_end",
         _add_to_weights,
-        lambda session: session.model.weight == 20 - 1 - 0.5,
+        lambda parts: parts.model.weight == 20 - 1 - 0.5,
     ),
 }
 
@@ -135,8 +135,8 @@ def test_what_a_hook_may_change_it_can_change(what: str) -> None:
     SHOWN.clear()
     seeing = Doing("on_log", lambda context, scalars, state: SHOWN.append(scalars))
     seeing._plug_id = "seeing"
-    session = train(Doing(event, act), seeing)
-    assert is_changed(session)
+    parts = train(Doing(event, act), seeing)
+    assert is_changed(parts)
     assert not is_changed(train()) or what == "log"
 
 

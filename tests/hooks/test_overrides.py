@@ -9,16 +9,15 @@ import pytest
 
 from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, UsageError
-from helios.loops.batch import BatchLoop
-from helios.loops.epoch import EpochLoop
+from helios.loops.epoch import BatchLoop, EpochLoop
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins.plugin import Plugin
-from helios.session import Session
+from helios.run_parts import RunParts
 from helios.state import Phase
-from tests.loops.sessions import ListSource, Stepper, fit, make_session
+from tests.loops.parts import ListSource, Stepper, fit, make_parts
 
 
 def nothing(self: Any) -> None: ...
@@ -27,10 +26,10 @@ def nothing(self: Any) -> None: ...
 def with_batch(self: Any, batch: Any) -> None: ...
 
 
-def start(*loops: Loop, engine: Engine | None = None, plugins: tuple[Plugin, ...] = ()) -> Session:
+def start(*loops: Loop, engine: Engine | None = None, plugins: tuple[Plugin, ...] = ()) -> RunParts:
     """Train one step; loops take the places for which their classes were made."""
     sources: Any = {Phase.TRAINING: [ListSource([[1.0]])]}
-    session = make_session(Stepper(), *plugins, engine=engine, sources=sources, total_steps=1)
+    parts = make_parts(Stepper(), *plugins, engine=engine, sources=sources, total_steps=1)
     tree = FitLoop(EpochLoop(BatchLoop(OptimizerLoop()), ValidationLoop()))
     for loop in loops:
         batch_loop: Any = tree.epoch_loop.batch_loop  # type: ignore[union-attr]
@@ -38,8 +37,8 @@ def start(*loops: Loop, engine: Engine | None = None, plugins: tuple[Plugin, ...
             tree.epoch_loop.connect(batch_loop=loop)  # type: ignore[union-attr]
         else:
             batch_loop.connect(optimizer_loop=loop)
-    fit(session, tree)
-    return session
+    fit(parts, tree)
+    return parts
 
 
 def make(base: type, **members: Any) -> Any:
@@ -81,7 +80,7 @@ def test_an_engine_whose_method_takes_something_else_is_refused_at_the_start(
     name: str, method: Any, wanted: str
 ) -> None:
     with pytest.raises(ArgumentTypeError) as caught:
-        make_session(Stepper(), engine=make(Engine, **{name: method})("cpu"))
+        make_parts(Stepper(), engine=make(Engine, **{name: method})("cpu"))
     assert str(caught.value).startswith(f"OwnEngine.{name} must take {wanted}, but takes")
 
 

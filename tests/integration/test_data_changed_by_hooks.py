@@ -129,7 +129,7 @@ class Model(helios.Model):
         self.data.valid.change(30)
 
     def _write(self, batch: torch.Tensor, *place: Any) -> None:
-        line = [*place, self.trainer._session.turns.replica, batch.numpy().tobytes().hex()]
+        line = [*place, self.trainer._parts.runner.replica, batch.numpy().tobytes().hex()]
         with (self.folder / f"seen-{self.trainer.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -138,8 +138,8 @@ class Model(helios.Model):
         return self.net(batch).square().mean()
 
     def valid_step(self, batch: torch.Tensor, step: int) -> dict[str, tuple[Any, Any]]:
-        session = self.trainer._session
-        self._write(batch, session.phase.value, session.state.global_iteration, step)
+        run = self.trainer._parts.run
+        self._write(batch, run.phase.value, run.state.global_iteration, step)
         return {"score": (batch.sum(), len(batch))}
 
     test_step = valid_step

@@ -94,7 +94,7 @@ def test_losses_are_read_only_when_they_are_logged(tmp_path: Path) -> None:
     train(tmp_path / "run", dataclasses.replace(setting, validates=False), Wrap("wrap"))
     assert now == [12]
     assert not read
-    means = LossMeans(lambda *_: None)
+    means = LossMeans()
     means.serve([Viewer.FILES])
     for iteration in range(1, 4):
         # A tensor without values, which nobody can read.

@@ -197,7 +197,7 @@ def test_rows_after_a_kill_between_two_points_are_those_of_an_undisturbed_run(
 @pytest.mark.shows("P138")
 def test_a_bar_and_a_line_by_time_leave_what_is_logged_alone() -> None:
     """Each has the mean since it looked last itself."""
-    means = LossMeans(lambda *_: None)
+    means = LossMeans()
     means.serve(Viewer)
     losses = [math.sin(number) for number in range(12)]
     seen: dict[Viewer, list[float]] = {viewer: [] for viewer in Viewer}

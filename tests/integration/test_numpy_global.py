@@ -70,7 +70,7 @@ class DrawingModel(helios.Model):
         self._draw("before", state.global_iteration)
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
-        place = state.global_iteration, self.trainer._session.turns.replica
+        place = state.global_iteration, self.trainer._parts.runner.replica
         self.drawn[("fetched", *place)] = batch
         noise = self._draw("step", *place)
         return (self.net(torch.ones(1)) * noise + batch[0]).square().mean()
@@ -80,7 +80,7 @@ class DrawingModel(helios.Model):
         self._draw("after", state.global_iteration)
 
     def valid_step(self, batch: Any, step: int) -> None:
-        place = self.trainer._session.state.validation_cycles, step
+        place = self.trainer._parts.run.state.validation_cycles, step
         self.drawn[("fetched for validation", *place)] = batch
         self._draw("validation step", *place)
 

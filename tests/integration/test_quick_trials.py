@@ -214,10 +214,10 @@ class Nasty(Plain):
         writer = get_tensorboard_writer()
         if writer is not None:
             writer.add_scalar("by hand", float(self.total), len(self.history))
-        if self.trainer._session.is_sanity_check:
+        if self.trainer._parts.run.is_sanity_check:
             self.trainer.request_checkpoint()
             self.trainer.request_stop("nobody shall hear this")
-            self.trainer._session.context.interrupt("nor this")
+            self.trainer._parts.context.interrupt("nor this")
 
     def train_step(self, batch: Any, state: TrainingState) -> Any:
         ids, features = batch

@@ -75,7 +75,7 @@ def _end(
     norm: Any = None,
 ) -> None:
     """Notify a writer of the end of an iteration."""
-    iteration = Iteration(state, LossMeans(lambda *_: None), means=dict(losses), norm=norm)
+    iteration = Iteration(state, LossMeans(), means=dict(losses), norm=norm)
     iteration.totals, iteration.rates = totals, rates or {}
     writer.iteration_ended(iteration)
 

@@ -94,7 +94,7 @@ def test_what_is_shown_is_that_of_the_iteration_and_has_no_graph() -> None:
 
     class Once(Returns):
         def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
-            shown.append(dict(self.trainer._session.beside))  # type: ignore[union-attr]
+            shown.append(dict(self.trainer._parts.iteration.beside))  # type: ignore[union-attr]
             self.is_plain = state.global_iteration > 1
             return super().train_step(batch, state)
 

@@ -22,11 +22,12 @@ from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
-from helios.session import Session
+from helios.run_parts import RunParts
+from helios.run_state import RunState
 from helios.state import Phase
 from helios.terminal.progress import Display
 from tests.engines.joined import replicas_on
-from tests.loops.sessions import ListSource
+from tests.loops.parts import ListSource
 from tests.support.ranks import run_ranks
 from tests.support.sums import by_definition
 
@@ -133,19 +134,19 @@ def evaluate(
     """Evaluate by the loop alone, as a trainer does; returns its result."""
     engine = Engine("cpu")
     engine.replicas = replicas
-    session = Session(
+    parts = RunParts(
         model=model,
         engine=engine,
         hooks=Bus(plugins=plugins, model=model, engine=engine),
         display=Display(),
         seed=0,
         sources={loop.phase: sources},
-        phase=loop.phase,
+        run=RunState(phase=loop.phase),
     )
-    session.state.validation_cycles = pass_number
+    parts.run.state.validation_cycles = pass_number
     for plugin in plugins:
-        plugin.context = session.context
-    loop._attach(session)
+        plugin.context = parts.context
+    loop._attach(parts)
     try:
         return loop.run()
     finally:

@@ -14,20 +14,19 @@ from torch.optim import LBFGS, SGD
 
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, UsageError
-from helios.loops.batch import BatchLoop
-from helios.loops.epoch import EpochLoop
+from helios.loops.epoch import BatchLoop, EpochLoop
 from helios.loops.evaluation import TestingLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins.plugin import Plugin
 from helios.state import Phase, TrainingState, TrainingUnit
-from tests.loops.sessions import (
+from tests.loops.parts import (
     EPOCH,
     ITERATION,
     Stepper,
     attached,
-    make_session,
+    make_parts,
     train_on,
 )
 
@@ -183,7 +182,7 @@ def test_a_run_is_short_and_final() -> None:
     assert len(body) < 20
     kinds = [
         kind
-        for module in ("batch", "epoch", "evaluation", "fit", "optimizer", "prediction")
+        for module in ("epoch", "evaluation", "fit", "optimizer", "prediction")
         for kind in vars(importlib.import_module(f"helios.loops.{module}")).values()
         if issubclass(type(kind), ABCMeta) and issubclass(kind, Loop)
     ]
@@ -211,13 +210,13 @@ def test_a_session_is_seen_only_while_the_trainer_runs_the_loop() -> None:
     """L7, L8: the whole tree gets it, and loses it."""
     leaf, side = Leaf(), Leaf()
     top = Top(Middle(leaf), side)
-    session = make_session(Stepper())
+    parts = make_parts(Stepper())
     with pytest.raises(AttributeError, match="session"):
         _ = top.session
-    top._attach(session)
+    top._attach(parts)
     for loop in (top, top.middle_loop, leaf, side):
         assert loop is not None
-        assert loop.session is session
+        assert loop.session.context is parts.context
     top._attach(None)
     with pytest.raises(AttributeError, match="session"):
         _ = leaf.session
@@ -285,7 +284,7 @@ def test_a_loop_that_was_made_for_another_role_is_refused(
         if other != role:
             setattr(top, other, Leaf())
     with pytest.raises(ArgumentError, match=rf"{parent.__name__}\.{role} must be of class"):
-        top._attach(make_session(Stepper()))
+        top._attach(make_parts(Stepper()))
 
 
 @pytest.mark.shows("L35")
@@ -346,8 +345,8 @@ def test_a_returned_loss_is_stepped_in_the_published_order() -> None:
     """C10, C12, L25, R39: the event of the step sees gradients that are final, not yet clipped."""
     model = Stepper()
     watcher = Watcher(model)
-    session = make_session(model, watcher, engine=Engine(torch.device("cpu"), clip_value=3.0))
-    assert train_on(attached(OptimizerLoop(), session), session, 4.0) is True
+    parts = make_parts(model, watcher, engine=Engine(torch.device("cpu"), clip_value=3.0))
+    assert train_on(attached(OptimizerLoop(), parts), parts, 4.0) is True
     assert watcher.seen == [
         ("backward", 0.0, 0.0, None, 1.0),
         ("backward done", 0.0, 4.0, 1.0),
@@ -355,19 +354,19 @@ def test_a_returned_loss_is_stepped_in_the_published_order() -> None:
         ("zero_grad", -3.0, 3.0, 0.5),
         ("step done", True, -3.0, None, 0.5),
     ]
-    assert session.is_manual is False
+    assert parts.run.is_manual is False
 
 
 @pytest.mark.shows("L29", "K22")
 def test_inside_of_a_window_gradients_are_summed_and_at_its_end_averaged() -> None:
     model = Stepper()
     watcher = Watcher(model)
-    session = make_session(model, watcher, accumulation=2)
-    loop = attached(OptimizerLoop(), session)
-    train_on(loop, session, 4.0, is_boundary=False)
+    parts = make_parts(model, watcher, accumulation=2)
+    loop = attached(OptimizerLoop(), parts)
+    train_on(loop, parts, 4.0, is_boundary=False)
     assert (model.weight, model.gradient) == (0.0, 4.0)
     assert [event for event, *_ in watcher.seen] == ["backward", "backward done"]
-    train_on(loop, session, 2.0)
+    train_on(loop, parts, 2.0)
     assert (model.weight, model.gradient) == (-3.0, None)
 
 
@@ -383,8 +382,8 @@ def test_inside_of_a_window_gradients_are_summed_and_at_its_end_averaged() -> No
 def test_a_loss_may_stand_in_a_dict_or_have_one_element(answer: Any) -> None:
     """L25."""
     model = Stepper(answer)
-    session = make_session(model)
-    train_on(attached(OptimizerLoop(), session), session, 2.0)
+    parts = make_parts(model)
+    train_on(attached(OptimizerLoop(), parts), parts, 2.0)
     assert model.weight == -2.0
 
 
@@ -392,8 +391,8 @@ def test_a_loss_may_stand_in_a_dict_or_have_one_element(answer: Any) -> None:
 def test_the_loss_is_put_into_an_empty_table_and_detached() -> None:
     """Losses go to TensorBoard without user code; L25."""
     model = Stepper(lambda weight, batch: (weight + batch).sum())
-    session = make_session(model)
-    train_on(attached(OptimizerLoop(), session), session, 2.0)
+    parts = make_parts(model)
+    train_on(attached(OptimizerLoop(), parts), parts, 2.0)
     assert model.loss_items["loss"].item() == 2.0
     assert not model.loss_items["loss"].requires_grad
 
@@ -403,9 +402,9 @@ def test_none_means_that_the_model_steps_itself() -> None:
     """C12, L26: nothing is touched, no event of an automatic step is told."""
     model = Stepper(lambda weight, batch: None)
     watcher = Watcher(model)
-    session = make_session(model, watcher)
-    assert train_on(attached(OptimizerLoop(), session), session, 2.0) is True
-    assert session.is_manual is True
+    parts = make_parts(model, watcher)
+    assert train_on(attached(OptimizerLoop(), parts), parts, 2.0) is True
+    assert parts.run.is_manual is True
     assert (watcher.seen, model.loss_items) == ([], {})
     assert (model.weight, model.scheduler.last_epoch) == (0.0, 0)
 
@@ -423,10 +422,10 @@ def test_none_means_that_the_model_steps_itself() -> None:
 )
 def test_any_other_answer_is_an_error_that_says_what_is_expected(answer: Any, words: str) -> None:
     """L25."""
-    session = make_session(Stepper(lambda weight, batch: answer))
-    loop = attached(OptimizerLoop(), session)
+    parts = make_parts(Stepper(lambda weight, batch: answer))
+    loop = attached(OptimizerLoop(), parts)
     with pytest.raises(UsageError, match="train_step must return a scalar loss.*" + words):
-        train_on(loop, session, 2.0)
+        train_on(loop, parts, 2.0)
 
 
 @pytest.mark.shows("L24")
@@ -435,10 +434,10 @@ def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
     model = Stepper()
     del model.scheduler
     model.optimizer = LBFGS(model.net.parameters())  # type: ignore[assignment]
-    session = make_session(model)
-    loop = attached(OptimizerLoop(), session)
+    parts = make_parts(model)
+    loop = attached(OptimizerLoop(), parts)
     with pytest.raises(UsageError, match=r"LBFGS\.step needs a closure.*return None"):
-        train_on(loop, session, 2.0)
+        train_on(loop, parts, 2.0)
 
 
 @pytest.mark.shows("L26", "C12")
@@ -447,31 +446,31 @@ def test_a_model_keeps_to_one_way_of_stepping(is_manual: bool) -> None:
     """C12: else a window would be neither ours nor the model's."""
     model = Stepper()
     answers = [lambda weight, batch: (weight * batch).sum(), lambda weight, batch: None]
-    session = make_session(model)
-    loop = attached(OptimizerLoop(), session)
+    parts = make_parts(model)
+    loop = attached(OptimizerLoop(), parts)
     model.answer = answers[is_manual]
-    train_on(loop, session, 2.0)
+    train_on(loop, parts, 2.0)
     model.answer = answers[not is_manual]
     form = "returned a loss after.*returned None" if is_manual else "returned None after.*a loss"
     with pytest.raises(UsageError, match=r"Stepper\.train_step " + form):
-        train_on(loop, session, 2.0)
+        train_on(loop, parts, 2.0)
 
 
 def test_a_step_with_a_loss_needs_an_optimizer() -> None:
     model = Stepper()
     del model.scheduler, model.optimizer
-    session = make_session(model)
-    loop = attached(OptimizerLoop(), session)
+    parts = make_parts(model)
+    loop = attached(OptimizerLoop(), parts)
     with pytest.raises(UsageError, match=r"must have an optimizer.*found none"):
-        train_on(loop, session, 2.0)
+        train_on(loop, parts, 2.0)
 
 
 def test_a_loss_that_is_returned_trains_all_optimizers() -> None:
     bias = nn.Parameter(torch.ones(()))
     model = Stepper(lambda weight, batch: ((weight + bias) * batch).sum())
     model.parts = [bias, SGD([bias], lr=0.25)]  # type: ignore[attr-defined]
-    session = make_session(model)
-    train_on(attached(OptimizerLoop(), session), session, 2.0)
+    parts = make_parts(model)
+    train_on(attached(OptimizerLoop(), parts), parts, 2.0)
     assert (model.weight, bias.item()) == (-2.0, 0.5)
     assert model.gradient is bias.grad is None
 
@@ -482,16 +481,16 @@ def test_an_update_that_a_hook_leaves_out_is_withdrawn(unit: TrainingUnit) -> No
     """E26: gradients are thrown away, schedulers stay; steps are taken back where they count."""
     model = Stepper()
     watcher = Watcher(model)
-    session = make_session(model, watcher, unit=unit)
-    loop = attached(OptimizerLoop(), session)
-    session.is_window_open = True
-    session.context.skip_step("test")
-    assert train_on(loop, session, 2.0) is False
+    parts = make_parts(model, watcher, unit=unit)
+    loop = attached(OptimizerLoop(), parts)
+    parts.run.is_window_open = True
+    parts.context.skip_step("test")
+    assert train_on(loop, parts, 2.0) is False
     assert [event for event, *_ in watcher.seen][-2:] == ["zero_grad", "step done"]
     assert (model.weight, model.gradient, model.scheduler.last_epoch) == (0.0, None, 0)
-    assert session.state.current_iteration == (1 if unit is EPOCH else 0)
-    assert session.context.is_optimizer_step_committed is False
-    assert train_on(loop, session, 2.0) is True
+    assert parts.run.state.current_iteration == (1 if unit is EPOCH else 0)
+    assert parts.context.is_optimizer_step_committed is False
+    assert train_on(loop, parts, 2.0) is True
     assert (model.weight, model.scheduler.last_epoch) == (-2.0, 1)
 
 
@@ -508,10 +507,10 @@ def test_stop_iteration_of_user_code_is_an_error(place: str) -> None:
     plugins = [kind(model)] if place == "process_training_batch" else []
     if place != "process_training_batch":
         model = type("Broken", (Stepper,), {place: exhausted})()
-    session = make_session(model, *plugins)
-    loop = attached(BatchLoop(OptimizerLoop()), session)
+    parts = make_parts(model, *plugins)
+    loop = attached(BatchLoop(OptimizerLoop()), parts)
     with pytest.raises(RuntimeError, match="StopIteration"):
-        train_on(loop, session, 2.0)
+        train_on(loop, parts, 2.0)
 
 
 @pytest.mark.shows("K17")
@@ -529,8 +528,8 @@ def test_a_batch_is_moved_then_mapped_then_trained_on() -> None:
             return batch * 2.0
 
     model = Moving()
-    session = make_session(model, Mapping(model))
-    loop = attached(BatchLoop(OptimizerLoop()), session)
-    assert train_on(loop, session, 2.0) is True
+    parts = make_parts(model, Mapping(model))
+    loop = attached(BatchLoop(OptimizerLoop()), parts)
+    assert train_on(loop, parts, 2.0) is True
     assert order == ["move in training", "map at 1"]
     assert model.weight == -6.0

@@ -14,7 +14,7 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
 from helios.state import Phase
 from tests.engines.joined import replicas_on
-from tests.loops.sessions import ListSource, Stepper, fit, make_fit_loop, make_session
+from tests.loops.parts import ListSource, Stepper, fit, make_fit_loop, make_parts
 from tests.support.ranks import RankError, run_ranks
 
 Losses = Callable[[Any, Any], Iterator[Any]]
@@ -41,7 +41,7 @@ def run(
     model = model or Stepper()
     rows = [[batch * (r + 1) for r in range(num_replicas)] for batch in batches]
     accumulation = options.pop("accumulation", 1)
-    session = make_session(
+    parts = make_parts(
         model,
         *plugins,
         accumulation=accumulation,
@@ -50,7 +50,7 @@ def run(
         total_steps=len(batches) // accumulation,
         **options,
     )
-    fit(session, make_fit_loop(None if losses is None else make_loop(losses)))
+    fit(parts, make_fit_loop(None if losses is None else make_loop(losses)))
     return model
 
 
@@ -177,13 +177,13 @@ def _train_unequally(rank: int) -> None:
                 yield loss, model.optimizer
 
     with replicas_on(rank, 2, 2) as here:
-        session = make_session(
+        parts = make_parts(
             Stepper(),
             replicas=here,
             sources={Phase.TRAINING: [ListSource([[1.0]])]},
             total_steps=1,
         )
-        fit(session, make_fit_loop(make_loop(uneven)))
+        fit(parts, make_fit_loop(make_loop(uneven)))
 
 
 @pytest.mark.shows("L43")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helios.checkpoint.capture import capture
 from helios.checkpoint.checkpoint_writer import CheckpointWriter
 from helios.checkpoint.record import Record
 from helios.core import rng
@@ -23,10 +24,10 @@ from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
-from helios.session import Session
+from helios.run_parts import RunParts
 from helios.state import Phase, TrainingState
 from tests.engines.joined import replicas_on
-from tests.loops.sessions import (
+from tests.loops.parts import (
     EPOCH,
     ITERATION,
     ListBatches,
@@ -34,7 +35,7 @@ from tests.loops.sessions import (
     Stepper,
     fit,
     make_fit_loop,
-    make_session,
+    make_parts,
 )
 from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
@@ -154,7 +155,7 @@ def train(rank: int, num_processes: int, num_replicas: int, unit: Any, accumulat
     rng.seed_rngs(rank)
     with replicas_on(rank, num_processes, num_replicas) as here:
         model, watcher = Learner(), Watcher()
-        session = make_session(
+        parts = make_parts(
             model,
             watcher,
             unit=unit,
@@ -163,16 +164,16 @@ def train(rank: int, num_processes: int, num_replicas: int, unit: Any, accumulat
             sources={Phase.TRAINING: [shared_data(here.local_replicas, num_replicas)]},
             total_steps=2 if unit is EPOCH else 9 // accumulation,
         )
-        assert fit(session) == "total_steps reached"
+        assert fit(parts) == "total_steps reached"
         end = {name: bits(part) for name, part in model.net.state_dict().items()}
-        counters = {**session.state.dict(), "average_iter_time": 0.0}
+        counters = {**parts.run.state.dict(), "average_iter_time": 0.0}
         return (
             watcher.seen,
             watcher.turns,
             end,
             counters,
-            session.cursor.dict(),
-            named(session, FindingKind.OBSTACLE),
+            parts.run.cursor.dict(),
+            named(parts, FindingKind.OBSTACLE),
         )
 
 
@@ -236,12 +237,12 @@ def run_sums(
     accumulation: int = 1,
     loop: FitLoop | None = None,
     **options: Any,
-) -> Session:
+) -> RunParts:
     """Train on rows of numbers: one row an iteration, one number for each replica."""
     rows = rows or [[1.0, 2.0, 4.0]]
     replicas = replicas or Replicas(len(rows[0]))
     items = [[row[replica] for replica in replicas.local_replicas] for row in rows]
-    session = make_session(
+    parts = make_parts(
         model,
         *plugins,
         replicas=replicas,
@@ -250,8 +251,8 @@ def run_sums(
         total_steps=len(rows) // accumulation,
         **options,
     )
-    fit(session, loop)
-    return session
+    fit(parts, loop)
+    return parts
 
 
 @pytest.mark.shows("L29")
@@ -318,9 +319,9 @@ class Counting(Sums):
 
 
 def test_what_a_step_changes_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    session = run_sums(Counting(), rows=[[1.0, 2.0]] * 3)
-    assert named(session, FindingKind.UNSHARED) == ["num_steps", "window"]
-    assert named(session, FindingKind.OBSTACLE) == ["train_step changes num_steps, window"]
+    parts = run_sums(Counting(), rows=[[1.0, 2.0]] * 3)
+    assert named(parts, FindingKind.UNSHARED) == ["num_steps", "window"]
+    assert named(parts, FindingKind.OBSTACLE) == ["train_step changes num_steps, window"]
     (record,) = caplog.records
     assert "Counting.train_step changes num_steps, window." in record.message
     assert "depends on the number of processes, and the run must keep" in record.message
@@ -348,17 +349,17 @@ def test_a_change_is_found_in_the_turn_of_any_replica_and_later_on(turns: set[in
     """Turns are watched in the first iteration, and in those that are powers of two."""
     model = Late(turns)
     model.discovery.take_baseline()
-    session = run_sums(model, replicas=Replicas(2), rows=[[1.0, 2.0]] * 5)
-    assert named(session, FindingKind.OBSTACLE) == ["train_step changes hard"]
+    parts = run_sums(model, replicas=Replicas(2), rows=[[1.0, 2.0]] * 5)
+    assert named(parts, FindingKind.OBSTACLE) == ["train_step changes hard"]
 
 
 def _change_alone(rank: int) -> tuple[list[str], list[str]]:
     with replicas_on(rank, 2, 2) as here:
         model = Late({1} if rank else set())
         model.discovery.take_baseline()
-        session = run_sums(model, replicas=here, rows=[[1.0, 2.0]] * 2)
-        session.capture()
-        return named(session, FindingKind.OBSTACLE), named(session, FindingKind.UNSHARED)
+        parts = run_sums(model, replicas=here, rows=[[1.0, 2.0]] * 2)
+        capture(parts)
+        return named(parts, FindingKind.OBSTACLE), named(parts, FindingKind.UNSHARED)
 
 
 @pytest.mark.shows("S58")
@@ -430,8 +431,8 @@ def _capture(rank: int) -> Record:
     with replicas_on(rank, 2, 2) as here:
         model = Follower()
         model.discovery.take_baseline()
-        session = run_sums(model, replicas=here, rows=[[1.0, 2.0], [10.0, 20.0]])
-        return session.capture()
+        parts = run_sums(model, replicas=here, rows=[[1.0, 2.0], [10.0, 20.0]])
+        return capture(parts)
 
 
 @pytest.mark.shows("S58")
@@ -470,7 +471,7 @@ def _capture_manual(rank: int) -> tuple[Any, ...]:
     with replicas_on(rank, 2, 2) as here:
         model = Manual()
         model.discovery.take_baseline()
-        record = run_sums(model, replicas=here, rows=[[1.0, 2.0], [10.0, 20.0]]).capture()
+        record = capture(run_sums(model, replicas=here, rows=[[1.0, 2.0], [10.0, 20.0]]))
         return record.is_manual, named(record, FindingKind.OBSTACLE), record.by_rank
 
 
@@ -523,7 +524,7 @@ def test_a_yield_loop_trains_on_as_many_processes(
 def test_a_window_that_goes_on_in_the_next_epoch_keeps_its_gradients() -> None:
     """By steps: an epoch of three batches, a window of two."""
     model, losses = Sums(_note_buffer), Losses()
-    session = make_session(
+    parts = make_parts(
         model,
         losses,
         accumulation=2,
@@ -531,7 +532,7 @@ def test_a_window_that_goes_on_in_the_next_epoch_keeps_its_gradients() -> None:
         sources={Phase.TRAINING: [ListSource([[1.0, 2.0], [4.0, 8.0], [16.0, 32.0]])]},
         total_steps=2,
     )
-    fit(session)
+    fit(parts)
     assert model.net.weight.item() == -(15.0 + 51.0) / 4
     assert [table["running"].item() for table in losses.tables] == [1.5, 7.5, 29.0, 30.5]
 
@@ -561,10 +562,10 @@ def _ask(rank: int, num_processes: int, who: int, what: str) -> tuple[Any, ...]:
     with replicas_on(rank, num_processes, 3) as here:
         asking = Asking(what if rank == who else "nothing", 2 if rank == who else 0)
         model = Sums()
-        session = run_sums(model, asking, replicas=here, rows=[[1.0, 2.0, 4.0]] * 5)
-        requests = session.agreement.asked
+        parts = run_sums(model, asking, replicas=here, rows=[[1.0, 2.0, 4.0]] * 5)
+        requests = parts.run.asked
         return (
-            session.state.global_iteration,
+            parts.run.state.global_iteration,
             requests.stop_reason,
             requests.interruption,
             model.net.weight.item(),
@@ -588,7 +589,7 @@ def test_what_one_process_asks_for_ends_the_run_on_all(what: str, num_processes:
 
 
 class Saver(CheckpointWriter):
-    """Keeps what a session saves, in memory."""
+    """Keeps what a run saves, in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -617,15 +618,16 @@ def _save(rank: int) -> list[int]:
     with replicas_on(rank, 2, 2) as here:
         model, saver = Sums(), Saver()
         model.discovery.take_baseline()
-        session = make_session(
+        parts = make_parts(
             model,
             Wanting(2 if rank == 1 else 99),
             replicas=here,
             sources={Phase.TRAINING: [ListSource([[1.0]] * 4)]},
             total_steps=4,
+            writer=saver,
+            can_save=True,
         )
-        session.writer, session.can_save = saver, True
-        fit(session)
+        fit(parts)
         return saver.saved
 
 
@@ -645,8 +647,8 @@ class Skipping(Quiet):
 def _skip(rank: int) -> tuple[float, int]:
     with replicas_on(rank, 2, 2) as here:
         model, plugins = Sums(), [Skipping()] if rank == 1 else []
-        session = run_sums(model, *plugins, replicas=here, rows=[[1.0, 2.0], [4.0, 8.0]])
-        return model.net.weight.item(), session.state.global_step
+        parts = run_sums(model, *plugins, replicas=here, rows=[[1.0, 2.0], [4.0, 8.0]])
+        return model.net.weight.item(), parts.run.state.global_step
 
 
 @pytest.mark.shows("R26")
@@ -658,9 +660,8 @@ def test_an_update_that_one_process_leaves_out_is_left_out_by_all() -> None:
 def _even_out(rank: int, lengths: list[int], knows_end: bool) -> tuple[Any, ...]:
     num_processes = len(lengths)
     with replicas_on(rank, num_processes, num_processes) as here:
-        session = make_session(Sums(), replicas=here)
         inner = ListBatches(range(lengths[rank]), 10 + rank, knows_end=knows_end)
-        batches = EvenBatches(inner, session)
+        batches = EvenBatches(inner, here)
         found = [(batch, batches.num_samples, batches.is_last) for batch in batches]
         return found, inner.is_closed, next(batches, "nothing") if num_processes == 1 else None
 
@@ -697,16 +698,21 @@ def _train_unevenly(rank: int, unit: Any) -> tuple[Any, ...]:
         model = Sums()
         model.discovery.take_baseline()
         items = [[2.0]] * 3 if rank == 0 else [[4.0]] * 5
-        session = make_session(
+        parts = make_parts(
             model,
             unit=unit,
             replicas=here,
             sources={Phase.TRAINING: [Uneven(items)]},
             total_steps=2 if unit is EPOCH else 7,
         )
-        fit(session)
-        data = [own["data"] for own in session.capture().by_rank]
-        return model.net.weight.item(), session.state.global_iteration, session.cursor.epoch, data
+        fit(parts)
+        data = [own["data"] for own in capture(parts).by_rank]
+        return (
+            model.net.weight.item(),
+            parts.run.state.global_iteration,
+            parts.run.cursor.epoch,
+            data,
+        )
 
 
 @pytest.mark.shows("R46")

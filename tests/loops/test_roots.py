@@ -8,8 +8,7 @@ import pytest
 
 import helios
 from helios.errors import ArgumentTypeError
-from helios.loops.batch import BatchLoop
-from helios.loops.epoch import EpochLoop
+from helios.loops.epoch import BatchLoop, EpochLoop
 from helios.loops.evaluation import TestingLoop, ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop

@@ -16,10 +16,10 @@ from helios.loops.fit import trying
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
-from helios.session import Session
+from helios.run_parts import RunParts
 from helios.state import Phase, TrainingState
 from tests.engines.joined import replicas_on
-from tests.loops.sessions import ListSource, fit, make_session
+from tests.loops.parts import ListSource, fit, make_parts
 from tests.support.ranks import run_ranks
 from tests.support.sums import bits
 
@@ -110,32 +110,32 @@ def rows_of(block: range, num_rows: int) -> list[Any]:
     return [[torch.full((3, 2), float(row + r)) for r in block] for row in range(num_rows)]
 
 
-def make(replicas: Replicas, *plugins: Plugin, num_rows: int = 4, sanity_steps: int = 2) -> Session:
-    """Return a session before its training."""
+def make(
+    replicas: Replicas, *plugins: Plugin, num_rows: int = 4, sanity_steps: int = 2
+) -> RunParts:
+    """Return the objects of a run before its training."""
     rng.seed_rngs(1)
     rows = rows_of(replicas.local_replicas, num_rows)
     train = [[part + 0.5 for part in row] for row in rows]
-    session = make_session(
+    return make_parts(
         Touchy(),
         *plugins,
         replicas=replicas,
         sources={Phase.TRAINING: [ListSource(train)], Phase.VALIDATION: [Closing(rows)]},
+        sanity_steps=sanity_steps,
         total_steps=3,
     )
-    session.sanity_steps = sanity_steps
-    return session
 
 
-def _asked(session: Session) -> list[dict[str, Any]]:
-    agreement = session.agreement
-    return [dict(vars(requests)) for requests in (agreement.asked, agreement.agreed)]
+def _asked(parts: RunParts) -> list[dict[str, Any]]:
+    return [dict(vars(requests)) for requests in (parts.run.asked, parts.run.agreed)]
 
 
-def try_out(session: Session) -> ValidationLoop:
+def try_out(parts: RunParts) -> ValidationLoop:
     loop = ValidationLoop()
-    loop._attach(session)
-    with trying(session, loop):
-        assert session.is_sanity_check
+    loop._attach(parts)
+    with trying(parts, loop):
+        assert parts.run.is_sanity_check
         loop.run()
     return loop
 
@@ -149,29 +149,29 @@ def _generators() -> Iterator[None]:
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_what_a_trial_has_changed_is_put_back(num_replicas: int) -> None:
     greedy = Greedy()
-    session = make(Replicas(num_replicas), greedy)
-    source = session.sources[Phase.VALIDATION][0]
-    model = session.model
+    parts = make(Replicas(num_replicas), greedy)
+    source = parts.sources[Phase.VALIDATION][0]
+    model = parts.model
     held = [model.history, model.table, *model.net.parameters(), *model.net.buffers()]
-    before = (model.bits(), greedy.count, session.state.dict(), _asked(session))
+    before = (model.bits(), greedy.count, parts.run.state.dict(), _asked(parts))
     state = rng.get_rng_state_dict()["torch"]
-    try_out(session)
-    assert (model.bits(), greedy.count, session.state.dict(), _asked(session)) == before
+    try_out(parts)
+    assert (model.bits(), greedy.count, parts.run.state.dict(), _asked(parts)) == before
     assert torch.equal(rng.get_rng_state_dict()["torch"], state)
     now = [model.history, model.table, *model.net.parameters(), *model.net.buffers()]
     assert all(one is other for one, other in zip(held, now, strict=True)), "in place"
     assert source.num_closed == 1
-    assert not session.is_sanity_check
+    assert not parts.run.is_sanity_check
     assert model.net.training is True
-    assert not [*session.findings]
+    assert not [*parts.findings]
 
 
 def _train(rank: int, num_processes: int, num_replicas: int, has_trial: bool) -> tuple[Any, ...]:
     with replicas_on(rank, num_processes, num_replicas) as here:
         plugin = Greedy()
-        session = make(here, plugin, sanity_steps=2 if has_trial else 0)
-        assert fit(session) == "total_steps reached"
-        return session.model.bits(), session.model.drawn, draw(), plugin.told
+        parts = make(here, plugin, sanity_steps=2 if has_trial else 0)
+        assert fit(parts) == "total_steps reached"
+        return parts.model.bits(), parts.model.drawn, draw(), plugin.told
 
 
 @pytest.mark.sampled(3)
@@ -190,9 +190,9 @@ def test_a_training_is_the_same_with_a_trial_before_it(num_replicas: int) -> Non
 def test_no_trial_without_data_or_after_a_resume() -> None:
     for is_resumed in (False, True):
         plugin = Greedy()
-        session = make(Replicas(2), plugin)
-        session.is_resumed = is_resumed
+        parts = make(Replicas(2), plugin)
+        parts.run.is_resumed = is_resumed
         if not is_resumed:
-            del session.sources[Phase.VALIDATION]
-        fit(session)
+            del parts.sources[Phase.VALIDATION]
+        fit(parts)
         assert plugin.told == []

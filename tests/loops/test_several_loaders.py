@@ -17,7 +17,8 @@ from helios.hooks.bus import Bus
 from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
 from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
-from helios.session import Session
+from helios.run_parts import RunParts
+from helios.run_state import RunState
 from helios.terminal.progress import Display
 
 
@@ -62,16 +63,16 @@ def _sources(*names: str) -> list[Source]:
 
 def _run(loop: EvaluationLoop, model: Reporter, *names: str) -> Any:
     engine = Engine("cpu")
-    session = Session(
+    parts = RunParts(
         model=model,
         engine=engine,
         hooks=Bus(model=model, engine=engine),
         display=Display(),
         seed=0,
         sources={loop.phase: _sources(*names)} if names else {},
-        phase=loop.phase,
+        run=RunState(phase=loop.phase),
     )
-    loop._attach(session)
+    loop._attach(parts)
     try:
         return loop.run()
     finally:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import helios
-from helios.loops.batch import BatchLoop
-from helios.loops.epoch import EpochLoop
+from helios.loops.epoch import BatchLoop, EpochLoop
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop

@@ -19,15 +19,15 @@ from helios.loops import YieldLoop
 from helios.loops.optimizer import OptimizerLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
-from helios.session import Session
+from helios.run_parts import RunParts
 from helios.state import Phase, TrainingState
-from tests.loops.sessions import (
+from tests.loops.parts import (
     ListSource,
     Stepper,
     attached,
     fit,
     make_fit_loop,
-    make_session,
+    make_parts,
     train_on,
 )
 from tests.support.quiet import Quiet
@@ -81,13 +81,13 @@ class Pair(Model):
 
 def prepared(
     model: Pair, *plugins: Plugin, loop: YieldLoop | None = None, **options: Any
-) -> tuple[YieldLoop, Session]:
-    session = make_session(model, *plugins, **options)
+) -> tuple[YieldLoop, RunParts]:
+    parts = make_parts(model, *plugins, **options)
     loop = loop or YieldLoop()
-    attached(loop, session)
+    attached(loop, parts)
     for plugin in plugins:
-        plugin.context = session.context
-    return loop, session
+        plugin.context = parts.context
+    return loop, parts
 
 
 class Watcher(Quiet):
@@ -132,8 +132,8 @@ def test_each_yield_is_trained_on_before_the_step_goes_on() -> None:
 
     model = Pair(body)
     watcher = Watcher(model)
-    loop, session = prepared(model, watcher)
-    assert train_on(loop, session, 4.0) is True
+    loop, parts = prepared(model, watcher)
+    assert train_on(loop, parts, 4.0) is True
     start, after_first = (0.0, 0.0), (0.0, -4.0)
     assert watcher.seen == [
         ("forward", None, start, (None, None)),
@@ -150,7 +150,7 @@ def test_each_yield_is_trained_on_before_the_step_goes_on() -> None:
         ("step done", True, (-1.0, -4.0), (None, None)),
     ]
     assert model.moves == (1, 1)
-    assert session.is_manual is False
+    assert parts.run.is_manual is False
 
 
 @pytest.mark.shows("L29")
@@ -162,13 +162,13 @@ def test_a_window_sums_each_optimizers_gradients_and_averages_them_apart() -> No
         yield model.a * batch * 10 + model.b * 100
 
     model = Pair(body)
-    loop, session = prepared(model, accumulation=2)
-    train_on(loop, session, 4.0, is_boundary=False)
+    loop, parts = prepared(model, accumulation=2)
+    train_on(loop, parts, 4.0, is_boundary=False)
     assert (model.weights, model.gradients) == ((0.0, 0.0), (40.0, 4.0))
-    train_on(loop, session, 2.0)
+    train_on(loop, parts, 2.0)
     assert (model.weights, model.gradients) == ((-30.0, -3.0), (None, None))
-    assert session.engine.state_dict() == {"open_micro_batches": 0}
-    train_on(loop, session, 1.0)
+    assert parts.engine.state_dict() == {"open_micro_batches": 0}
+    train_on(loop, parts, 1.0)
     assert model.weights == (-35.0, -3.5)
 
 
@@ -180,15 +180,15 @@ def test_yields_belong_to_optimizers_in_the_order_of_their_assignment() -> None:
         yield model.a * 2.0
 
     model = Pair(body)
-    loop, session = prepared(model)
-    train_on(loop, session, 0.0)
+    loop, parts = prepared(model)
+    train_on(loop, parts, 0.0)
     assert model.weights == (-2.0, -1.0)
 
 
 def test_names_settle_the_order_of_the_yields() -> None:
     model = Pair(lambda model, batch: iter_losses(model.a, model.b))
-    loop, session = prepared(model, loop=YieldLoop(optimizers=("left", "right")))
-    train_on(loop, session, 0.0)
+    loop, parts = prepared(model, loop=YieldLoop(optimizers=("left", "right")))
+    train_on(loop, parts, 0.0)
     assert model.weights == (-1.0, -1.0)
 
 
@@ -197,23 +197,23 @@ def iter_losses(*losses: Any) -> Iterator[Any]:
 
 
 def test_names_must_be_those_of_all_optimizers() -> None:
-    loop, session = prepared(Pair(), loop=YieldLoop(optimizers=("left", "wrong")))
+    loop, parts = prepared(Pair(), loop=YieldLoop(optimizers=("left", "wrong")))
     with pytest.raises(UsageError, match=r"each optimizer of the model once \(\['left', 'right'\]"):
-        train_on(loop, session, 1.0)
+        train_on(loop, parts, 1.0)
 
 
 @pytest.mark.shows("L27")
 def test_a_step_that_is_no_generator_is_an_error() -> None:
-    loop, session = prepared(Pair(lambda model, batch: torch.ones(())))
+    loop, parts = prepared(Pair(lambda model, batch: torch.ones(())))
     with pytest.raises(UsageError, match=r"Pair\.train_step must be a generator.*Tensor.*yield"):
-        train_on(loop, session, 1.0)
+        train_on(loop, parts, 1.0)
 
 
 @pytest.mark.shows("L27")
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_too_few_and_too_many_yields_are_errors(count: int) -> None:
     """L27: the end of the generator must not end the loop in silence."""
-    loop, session = prepared(
+    loop, parts = prepared(
         Pair(lambda model, batch: iter_losses(*[model.a + model.b for _ in range(count)]))
     )
     what = ["before it had yielded a loss for 'right'", "loss for 'left'", "", "yielded once more"]
@@ -221,7 +221,7 @@ def test_too_few_and_too_many_yields_are_errors(count: int) -> None:
         rf"exactly one loss for each optimizer, in this order: right, left; but it .*{what[count]}"
     )
     with pytest.raises(UsageError, match=form):
-        train_on(loop, session, 1.0)
+        train_on(loop, parts, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -235,9 +235,9 @@ def test_too_few_and_too_many_yields_are_errors(count: int) -> None:
 )
 def test_a_yield_that_is_no_loss_is_an_error(answer: Any, words: str) -> None:
     """L25, L27."""
-    loop, session = prepared(Pair(lambda model, batch: iter_losses(model.b, answer)))
+    loop, parts = prepared(Pair(lambda model, batch: iter_losses(model.b, answer)))
     with pytest.raises(UsageError, match=f"scalar loss tensor.*yield such losses.*{words}"):
-        train_on(loop, session, 1.0)
+        train_on(loop, parts, 1.0)
 
 
 class Failing(Quiet):
@@ -276,13 +276,13 @@ def test_the_generator_is_closed_on_every_way_out(
             closed.append(True)
 
     plugins = [Failing(event, kind())] if event else []
-    loop, session = prepared(Pair(body), *plugins)
+    loop, parts = prepared(Pair(body), *plugins)
     if event or yields != 2:
         with pytest.raises(kind if event else UsageError) as caught:
-            train_on(loop, session, 1.0)
+            train_on(loop, parts, 1.0)
         assert closed == [True], caught
     else:
-        train_on(loop, session, 1.0)
+        train_on(loop, parts, 1.0)
         assert closed == [True]
 
 
@@ -296,8 +296,8 @@ def test_shared_parameters_are_trained_by_each_of_their_optimizers() -> None:
     model = Pair(body)
     model.left.add_param_group({"params": [model.b]})
     del model.left_scheduler, model.right_scheduler
-    loop, session = prepared(model)
-    train_on(loop, session, 1.0)
+    loop, parts = prepared(model)
+    train_on(loop, parts, 1.0)
     assert (model.weights, model.gradients) == ((-1.0, -5.0), (None, None))
 
 
@@ -313,8 +313,8 @@ def test_a_frozen_optimizer_gets_no_backward_and_its_step_changes_nothing(has_gr
     model = Pair(body)
     model.b.requires_grad_(False)
     watcher = Watcher(model)
-    loop, session = prepared(model, watcher)
-    assert train_on(loop, session, 3.0) is True
+    loop, parts = prepared(model, watcher)
+    assert train_on(loop, parts, 3.0) is True
     assert (model.weights, model.gradients, model.moves) == ((-3.0, 0.0), (None, None), (1, 1))
     events = [name for name, *_ in watcher.seen]
     assert events[:4] == ["forward", "forward done", "step", "step done"]
@@ -349,11 +349,11 @@ def test_a_skip_leaves_out_one_optimizers_update(
 ) -> None:
     """E26: its scheduler stays; the step is withdrawn only if nothing was committed."""
     model = Pair()
-    loop, session = prepared(model, Skipper(event, *numbers))
-    assert train_on(loop, session, 2.0) is is_committed
+    loop, parts = prepared(model, Skipper(event, *numbers))
+    assert train_on(loop, parts, 2.0) is is_committed
     assert (model.weights, model.gradients) == (weights, (None, None))
     assert model.moves == tuple(int(weight != 0) for weight in weights)
-    assert session.state.current_iteration == int(is_committed)
+    assert parts.run.state.current_iteration == int(is_committed)
 
 
 @pytest.mark.shows("L45")
@@ -369,9 +369,9 @@ def test_a_skip_inside_of_a_window_is_kept_for_the_updates_that_it_is_meant_for(
 ) -> None:
     """Before the first loss it is for all; in the events of a loss it is for its optimizer."""
     model = Pair()
-    loop, session = prepared(model, Skipper(event, 0), accumulation=2)
-    train_on(loop, session, 2.0, is_boundary=False)
-    train_on(loop, session, 2.0)
+    loop, parts = prepared(model, Skipper(event, 0), accumulation=2)
+    train_on(loop, parts, 2.0, is_boundary=False)
+    train_on(loop, parts, 2.0)
     assert (model.weights, model.gradients) == (weights, (None, None))
 
 
@@ -385,10 +385,10 @@ def test_a_step_may_leave_out_the_update_of_an_optimizer(accumulation: int) -> N
         yield YieldLoop.SKIP if batch == 2.0 else model.a * batch
 
     model = Pair(body)
-    loop, session = prepared(model, accumulation=accumulation)
+    loop, parts = prepared(model, accumulation=accumulation)
     for batch, weights in ((2.0, (0.0, -2.0)), (4.0, (-4.0, -4.0))):
         for number in range(accumulation):
-            train_on(loop, session, batch, is_boundary=number == accumulation - 1)
+            train_on(loop, parts, batch, is_boundary=number == accumulation - 1)
         assert model.weights == weights
         assert model.gradients == (None, None)
     assert model.moves == (1, 2)
@@ -397,9 +397,9 @@ def test_a_step_may_leave_out_the_update_of_an_optimizer(accumulation: int) -> N
 def test_losses_are_put_into_an_empty_table_under_their_optimizers() -> None:
     """Losses go to TensorBoard without user code."""
     model = Pair()
-    loop, session = prepared(model)
-    train_on(loop, session, 2.0)
-    train_on(loop, session, 2.0)
+    loop, parts = prepared(model)
+    train_on(loop, parts, 2.0)
+    train_on(loop, parts, 2.0)
     shown = {name: (loss.item(), loss.requires_grad) for name, loss in model.loss_items.items()}
     assert shown == {"loss_right": (-4.0, False), "loss_left": (-4.0, False)}
 
@@ -430,8 +430,8 @@ def test_the_body_computes_in_the_engines_precision_and_nothing_else_does() -> N
 
     model = Pair(body)
     engine = Own(torch.device("cpu"), precision=Precision.BF16)
-    loop, session = prepared(model, Noting(model), engine=engine)
-    train_on(loop, session, 1.0)
+    loop, parts = prepared(model, Noting(model), engine=engine)
+    train_on(loop, parts, 1.0)
     assert seen == {"body": [True] * 3, "elsewhere": [False] * 14}
 
 
@@ -453,10 +453,8 @@ def test_new_weights_are_seen_in_low_precision_too() -> None:
         seen.append(model.net(batch))
         yield model.a * 1.0
 
-    loop, session = prepared(
-        Wide(body), engine=Engine(torch.device("cpu"), precision=Precision.BF16)
-    )
-    train_on(loop, session, torch.ones(1, 4))
+    loop, parts = prepared(Wide(body), engine=Engine(torch.device("cpu"), precision=Precision.BF16))
+    train_on(loop, parts, torch.ones(1, 4))
     assert [tensor.dtype for tensor in seen] == [torch.bfloat16] * 2
     assert not torch.equal(seen[0], seen[1])
 
@@ -469,8 +467,8 @@ def test_only_the_schedulers_of_the_optimizer_that_steps_move() -> None:
         rates.append((model.left.param_groups[0]["lr"], model.right.param_groups[0]["lr"]))
         yield model.a * 1.0
 
-    loop, session = prepared(Pair(body))
-    train_on(loop, session, 1.0)
+    loop, parts = prepared(Pair(body))
+    train_on(loop, parts, 1.0)
     assert rates == [(1.0, 0.5)]
 
 
@@ -488,7 +486,7 @@ def test_a_step_that_yields_needs_no_loop_to_be_connected(own: bool) -> None:
     tree = make_fit_loop(type("Own", (OptimizerLoop,), {})() if own else None)
     for model in (Generating(), Stepper(), Generating()):
         sources: Any = {Phase.TRAINING: [ListSource([[2.0]])]}
-        fit(make_session(model, sources=sources, total_steps=1), tree)
+        fit(make_parts(model, sources=sources, total_steps=1), tree)
     assert model.weights == (-2.0, -2.0)
 
 
@@ -517,8 +515,8 @@ def test_a_step_may_name_the_optimizer_of_each_loss() -> None:
             self.depth -= 1
 
     model, steps = Pair(body), Steps()
-    loop, session = prepared(model, steps)
-    train_on(loop, session, 4.0)
+    loop, parts = prepared(model, steps)
+    train_on(loop, parts, 4.0)
     assert (steps.seen, steps.depth) == (("right", "right", "left"), 0)
     assert model.weights == (3.0, -3.0)
     assert model.moves == (1, 2)
@@ -534,9 +532,9 @@ def test_gradients_of_an_optimizer_without_a_loss_at_the_end_of_a_window_are_dro
             yield model.a * batch, model.left
 
     model = Pair(body)
-    loop, session = prepared(model, accumulation=2)
-    train_on(loop, session, 1.0, is_boundary=False)
-    train_on(loop, session, 4.0)
+    loop, parts = prepared(model, accumulation=2)
+    train_on(loop, parts, 1.0, is_boundary=False)
+    train_on(loop, parts, 4.0)
     assert (model.weights, model.gradients) == ((0.0, -2.5), (None, None))
 
 
@@ -545,13 +543,13 @@ def test_several_losses_of_a_parameter_are_refused_with_accumulation() -> None:
     body = lambda model, batch: iter_losses(  # noqa: E731
         (model.b * batch, model.right), (model.b * batch, model.right)
     )
-    loop, session = prepared(Pair(body), accumulation=2)
+    loop, parts = prepared(Pair(body), accumulation=2)
     with pytest.raises(UsageError, match=r"trained by one loss of a batch.*'right'"):
-        train_on(loop, session, 1.0, is_boundary=False)
+        train_on(loop, parts, 1.0, is_boundary=False)
 
 
 @pytest.mark.shows("L45")
 def test_a_stranger_is_no_optimizer_of_a_loss() -> None:
-    loop, session = prepared(Pair(lambda model, batch: iter_losses((model.b, object()))))
+    loop, parts = prepared(Pair(lambda model, batch: iter_losses((model.b, object()))))
     with pytest.raises(ArgumentError, match=r"one of \['right', 'left'\], got object"):
-        train_on(loop, session, 1.0)
+        train_on(loop, parts, 1.0)

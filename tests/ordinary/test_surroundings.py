@@ -14,8 +14,7 @@ import helios
 from helios.checkpoint.options import CheckpointStore
 from helios.core.rng import get_default_numpy_rng
 from helios.engines.engine import Engine
-from helios.loops import YieldLoop
-from helios.loops.batch import BatchLoop
+from helios.loops import BatchLoop, YieldLoop
 from helios.plugins import (
     EMA,
     SWA,

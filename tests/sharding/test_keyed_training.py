@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import helios
-from helios.session import Session
+from helios.loops.boundary import Boundary
 from helios.start import fit as start
 from helios.start import run as runs
 from tests.support.keyed import (
@@ -122,7 +122,7 @@ class Large(KeyedModel):
 
 WIDTH, DEPTH = 64, 6
 METHODS: tuple[tuple[Any, str, str], ...] = (
-    (Session, "save", "save"),
+    (Boundary, "_save", "save"),
     (helios.plugins.EMA, "on_fit_start", "average"),
 )
 REST = 32 << 10

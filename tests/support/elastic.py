@@ -119,7 +119,7 @@ class ElasticModel(helios.Model):
     def _write(self, iteration: int, ids: list[int], loss: torch.Tensor, images: Any) -> None:
         line = {
             "iteration": iteration,
-            "replica": self.trainer._session.turns.replica,
+            "replica": self.trainer._parts.runner.replica,
             "ids": ids,
             "loss": loss.detach().cpu().numpy().tobytes().hex(),
             "images": digest(images.cpu())[:16],

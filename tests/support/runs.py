@@ -311,7 +311,7 @@ class Outcome:
 
 
 class _EndRecorder(Plugin):
-    """Takes the final state while the session is still there."""
+    """Takes the final state while the run is still there."""
 
     monitor = True
 
@@ -323,13 +323,13 @@ class _EndRecorder(Plugin):
         """Nothing to prepare."""
 
     def on_training_end(self) -> None:
-        session = self.trainer._session
+        parts = self.trainer._parts
         self.end = {
-            "model": session.model.discovery.capture(),
-            "tables": {name: dict(table) for name, table in session.model.tables.items()},
+            "model": parts.model.discovery.capture(),
+            "tables": {name: dict(table) for name, table in parts.model.tables.items()},
             "randomness": rng.read_states(),
-            "state": comparable_state(session.state),
-            "cursor": dataclasses.replace(session.cursor),
+            "state": comparable_state(parts.run.state),
+            "cursor": dataclasses.replace(parts.run.cursor),
         }
 
 

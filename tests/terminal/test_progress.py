@@ -87,7 +87,7 @@ def end_iteration(
 
 def means_of(display: Display, losses: dict[str, Any] | None = None) -> LossMeans:
     """Return losses for a display, to which those of an iteration were added."""
-    means = LossMeans(lambda *_: None)
+    means = LossMeans()
     means.serve(display.viewers)
     means.iteration_ended(Iteration(TrainingState(global_iteration=1), means, losses or {}))
     return means

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import helios
-from helios.loops.batch import BatchLoop
+from helios.loops import BatchLoop
 from helios.plugins import HookContext, PipelineHooks
 from tests.golden.full_state.parts import build, describe, move
 from tests.golden.today.exact import ExactModel, Numbers, Record, Recorder, bits, draw

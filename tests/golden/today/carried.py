@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import helios
-from helios.loops.batch import BatchLoop
+from helios.loops import BatchLoop
 from tests.golden.today.exact import (
     Counting,
     Exact,

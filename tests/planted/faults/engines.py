@@ -93,16 +93,16 @@ LOSSES = "tests/loops/test_own_losses.py"
 
 
 @fault(
-    "helios.loops.optimizer:OptimizerLoop._end_turn",
+    "helios.loops.optimizer:OptimizerLoop._end_step",
     f"{LOSSES}::test_losses_that_are_passed_on_train_as_the_default_ones",
 )
-def a_loop_of_the_users_updates_once_for_each_replica(end_turn, loop, num_shared, watch):
-    turns = loop._session.turns
-    is_last, turns.is_last = turns.is_last, loop._has_own_losses or turns.is_last
+def a_loop_of_the_users_updates_once_for_each_replica(end_step, loop, num_shared, watch):
+    runner = loop._runner
+    is_last, runner.is_last = runner.is_last, loop._has_own_losses or runner.is_last
     try:
-        end_turn(loop, num_shared, watch)
+        end_step(loop, num_shared, watch)
     finally:
-        turns.is_last = is_last
+        runner.is_last = is_last
 
 
 @fault(

@@ -59,9 +59,9 @@ def workers_do_not_seed_before_a_fetch(getitems, dataset, indices):
     return getitems(dataset, getattr(indices, "indices", indices))
 
 
-@fault("helios.replicas.turns:Turns.begin_iteration", WORKERS)
-def nothing_is_seeded_before_an_iteration(begin_iteration, turns, iteration):
-    turns._before.at(iteration)
+@fault("helios.replicas.replica_runner:ReplicaRunner.begin_iteration", WORKERS)
+def nothing_is_seeded_before_an_iteration(begin_iteration, runner, iteration):
+    runner._before.at(iteration)
 
 
 @fault("helios.data.order:Position.fetch_keys", f"{FROZEN}[today/one_replica]")
@@ -93,20 +93,20 @@ def the_epoch_is_missing_in_the_key_of_a_sampler_of_the_user(order_key, position
     return order_key(dataclasses.replace(position, epoch=0))
 
 
-@fault("helios.replicas.turns:SharedTurns.begin", f"{ELASTIC}[4-2-2]")
-def all_replicas_of_a_process_draw_the_same_numbers(begin, turns, replica, *, opens_window):
+@fault("helios.replicas.replica_runner:SharedReplicaRunner.begin", f"{ELASTIC}[4-2-2]")
+def all_replicas_of_a_process_draw_the_same_numbers(begin, runner, replica, *, opens_window):
     from helios.core import rng
 
-    begin(turns, replica, opens_window=opens_window)
-    rng.reseed(turns._own[turns._first].at(turns._iteration))
+    begin(runner, replica, opens_window=opens_window)
+    rng.reseed(runner._own[runner._first].at(runner._number))
 
 
-@fault("helios.replicas.turns:SharedTurns._end_last", f"{ELASTIC}[4-3-1]")
-def hooks_draw_on_the_numbers_of_the_last_replica(end_last, turns, table, **more):
+@fault("helios.replicas.replica_runner:SharedReplicaRunner._end_last", f"{ELASTIC}[4-3-1]")
+def hooks_draw_on_the_numbers_of_the_last_replica(end_last, runner, table, **more):
     from helios.core import rng
 
     found = rng.get_rng_state_dict()
-    end_last(turns, table, **more)
+    end_last(runner, table, **more)
     rng.load_rng_state_dict(found)
 
 
@@ -118,12 +118,12 @@ def steps_of_a_validation_are_not_seeded(seed, loop, *args):
     return None
 
 
-@fault("helios.replicas.turns:SharedTurns.begin_iteration", f"{ELASTIC}[4-3-1]")
-def hooks_before_the_turns_are_not_seeded(begin_iteration, turns, iteration):
+@fault("helios.replicas.replica_runner:SharedReplicaRunner.begin_iteration", f"{ELASTIC}[4-3-1]")
+def hooks_before_the_replicas_are_not_seeded(begin_iteration, runner, iteration):
     from helios.core import rng
 
     found = rng.get_rng_state_dict()
-    begin_iteration(turns, iteration)
+    begin_iteration(runner, iteration)
     rng.load_rng_state_dict(found)
 
 

@@ -28,13 +28,13 @@ def samples_of_longer_parts_are_left_out_in_silence(count_unused, source):
 IDLE = "tests/integration/test_idle_steps.py"
 
 
-@fault("helios.loops.idle_watch:IdleWatch.refuse", IDLE)
-def a_run_that_learns_nothing_is_saved(refuse, watch, iteration):
+@fault("helios.state.steps:IdleWatch.conclude", IDLE)
+def a_run_that_learns_nothing_is_saved(conclude, watch, iteration, *, is_manual):
     pass
 
 
-@fault("helios.session:Session._warn_of_nonfinite", "tests/loops/test_nonfinite_loss.py")
-def a_loss_that_is_not_finite_is_not_said(warn_of_nonfinite, session, name, value, first):
+@fault("helios.core.loss_means:LossMeans._warn_of_nonfinite", "tests/loops/test_nonfinite_loss.py")
+def a_loss_that_is_not_finite_is_not_said(warn_of_nonfinite, means, name, value, first):
     pass
 
 

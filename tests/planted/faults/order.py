@@ -8,14 +8,15 @@ RESUMED = "tests/integration/test_resume.py::test_a_run_by_steps_resumes_everywh
 
 
 @fault("helios.loops.epoch:EpochLoop._end_iteration", RESUMED)
-def the_cursor_is_one_batch_ahead(end_iteration, loop, num_samples):
-    end_iteration(loop, num_samples)
-    loop._session.cursor.batch += 1
+def the_cursor_is_one_batch_ahead(end_iteration, loop, batches):
+    end_iteration(loop, batches)
+    loop._run.cursor.batch += 1
 
 
 @fault("helios.loops.epoch:EpochLoop._end_iteration", RESUMED)
-def the_cursor_counts_one_sample_too_few(end_iteration, loop, num_samples):
-    end_iteration(loop, num_samples - 1)
+def the_cursor_counts_one_sample_too_few(end_iteration, loop, batches):
+    end_iteration(loop, batches)
+    loop._run.cursor.sample -= 1
 
 
 @fault("helios.state:Cursor.restart_epoch", RESUMED)

@@ -157,6 +157,6 @@ def one_process_adds_the_micro_batches_of_each_replica_first(
         gradient_sum._replicas = found
 
 
-@fault("helios.loops.repeated_steps:_set_generators", PADDING)
+@fault("helios.sharding.repeated_steps:_set_generators", PADDING)
 def a_repeated_step_draws_numbers(set_generators, model, state):
     return None

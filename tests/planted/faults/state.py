@@ -19,12 +19,12 @@ REFERENCES = "tests/state/test_references.py"
 HIDDEN = "tests/state/test_hidden_state.py"
 
 
-@fault("helios.session:Session.capture", RESUMED)
-def a_checkpoint_is_taken_before_the_cursor_moves(capture, session):
-    cursor = session.cursor
+@fault("helios.loops.boundary:capture", RESUMED)
+def a_checkpoint_is_taken_before_the_cursor_moves(capture, parts):
+    cursor = parts.run.cursor
     moved, cursor.batch = cursor.batch, max(cursor.batch - 1, 0)
     try:
-        return capture(session)
+        return capture(parts)
     finally:
         cursor.batch = moved
 
@@ -34,14 +34,14 @@ def a_checkpoint_is_taken_before_the_cursor_moves(capture, session):
     "tests/loops/test_replicas.py::test_a_checkpoint_that_one_process_asks_for_is_taken_by_all",
 )
 def a_request_for_a_checkpoint_is_lost(request_checkpoint, context):
-    context._run.agreement.check_open("Context.request_checkpoint()")
+    context._parts.agreement.check_open("Context.request_checkpoint()")
 
 
 @fault(
-    "helios.session:Session._look_around",
+    "helios.requests:Agreement._look_around",
     "tests/integration/test_signals.py::test_each_of_the_four_signals_saves",
 )
-def a_signal_is_not_looked_for_at_boundaries(look_around, session):
+def a_signal_is_not_looked_for_at_boundaries(look_around, agreement):
     return False
 
 
@@ -51,22 +51,25 @@ def a_signal_is_not_looked_for_at_boundaries(look_around, session):
 )
 def what_one_process_asks_for_is_not_told_to_the_others(ask, agreement):
     found = ask(agreement)
-    agreement.agreed.stop_reason = agreement.asked.stop_reason
+    agreement._run.agreed.stop_reason = agreement._run.asked.stop_reason
     return (found[0], False, False, found[3])
 
 
 @fault("helios.loops.boundary:Boundary.resume", RESUMED)
 def a_resume_does_not_repeat_the_poll_behind_its_safe_point(resume, boundary, kind):
     boundary.check_limits()
-    return boundary._session.is_leaving
+    return boundary._run.is_leaving
 
 
 @fault(
-    "helios.session:Session.restore_randomness",
+    "helios.start.fit:Training._finish_load",
     "tests/integration/test_resume.py::test_a_hook_behind_the_safe_point_draws_the_same_numbers",
 )
-def generators_are_not_restored(restore_randomness, session):
-    session.saved_randomness = None
+def generators_are_not_restored(finish_load, training, is_complete):
+    from helios.core import rng
+
+    training._randomness = rng.read_states()
+    finish_load(training, is_complete)
 
 
 @fault("helios.state.optimizers:load_state", RESUMED)
@@ -165,10 +168,10 @@ def each_owner_has_a_copy_of_what_two_share(pop_values, discovery):
 
 
 @fault(
-    "helios.loops.step:record_changes",
+    "helios.loops.loop:note_changes",
     "tests/integration/test_turns_of_replicas.py::test_what_an_event_of_a_turn_changes_is_named_with_the_event",
 )
-def only_the_step_of_a_replica_is_watched(record_changes, session, hook):
+def only_the_step_of_a_replica_is_watched(note_changes, watch, hook):
     return None
 
 
@@ -277,10 +280,10 @@ def every_process_gets_what_rank_0_had(take_own_part, record, replicas):
 
 
 @fault(
-    "helios.session:Session.check_alike",
+    "helios.loops.boundary:check_weights",
     "tests/loops/test_replicas.py::test_weights_that_differ_between_processes_are_refused_before_the_first_step",
 )
-def weights_are_not_compared_over_processes(check_alike, session):
+def weights_are_not_compared_over_processes(check_weights, parts):
     return None
 
 

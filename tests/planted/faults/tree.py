@@ -85,7 +85,9 @@ def the_buffers_of_the_last_replica_are_kept(commit, buffers):
     commit(buffers)
 
 
-@fault("helios.replicas.module_buffers:ReplicaBuffers.enter", "tests/replicas/test_turns.py")
+@fault(
+    "helios.replicas.module_buffers:ReplicaBuffers.enter", "tests/replicas/test_replica_runner.py"
+)
 def a_replica_goes_on_with_the_buffers_of_the_one_before_it(enter, buffers, replica):
     return None
 

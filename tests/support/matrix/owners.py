@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios.engines.engine import Engine
-from helios.loops.batch import BatchLoop
+from helios.loops import BatchLoop
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.matrix.values import attributes_of

@@ -1,4 +1,4 @@
-"""Turns: what is drawn at a place depends on that place alone, and not on who carries whom."""
+"""What is drawn at a place depends on that place alone, and not on who runs which replica."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from helios.core import rng
+from helios.core.loss_means import LossMeans
+from helios.listeners import Iteration
 from helios.replicas.reduction_tree import blocks
+from helios.replicas.replica_runner import SharedReplicaRunner, make_replica_runner
 from helios.replicas.replicas import Replicas
-from helios.replicas.turns import Turns, make_turns
+from helios.state import TrainingState
 from tests.engines.joined import replicas_on
 from tests.support.ranks import run_ranks
 
@@ -71,23 +74,24 @@ class NoGradients:
         return
 
 
-def turns_of(replicas: Replicas, seed: int, *networks: nn.Module) -> Turns:
-    return make_turns(
+def runner_of(replicas: Replicas, seed: int, *networks: nn.Module) -> Any:
+    return make_replica_runner(
         replicas,
         seed,
         model=Bare(*networks),
         gradients=NoGradients(),
+        iteration=Iteration(TrainingState(), LossMeans()),
         watch=Blind(),
         agreement=Silent(),
     )
 
 
-def update(turns: Turns) -> None:
+def update(runner: SharedReplicaRunner) -> None:
     """Go through what surrounds an update."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    turns.end_backward((optimizer,), {}, ends_window=True, updates=True)
-    if turns.has_message:
-        turns.receive()
+    runner.end_backward((optimizer,), {}, ends_window=True, updates=True)
+    if runner.has_message:
+        runner.receive()
 
 
 def draw() -> Draw:
@@ -108,48 +112,43 @@ def _generators() -> Iterator[None]:
     return
 
 
-def go_through(turns: Turns, block: range, iteration: int, *, ends_window: bool = True) -> list:
+def go_through(
+    runner: SharedReplicaRunner, block: range, iteration: int, *, ends_window: bool = True
+) -> list:
     """Draw at every place of an iteration: before the turns, in each of them, and after them."""
-    turns.begin_iteration(iteration)
+    runner.begin_iteration(iteration)
     found: list[Draw | bool] = [draw()]
     for replica in block:
-        turns.begin(replica, opens_window=ends_window)
+        runner.begin(replica, opens_window=ends_window)
         found.append(draw())
-        turns.end(ends_window=ends_window)
+        runner.end(ends_window=ends_window)
     return [*found, draw()]
 
 
 @pytest.mark.parametrize("seed", [0, 5])
 def test_one_replica_has_one_key_an_iteration_and_no_other(seed: int) -> None:
     """The bits of a run of one replica are what they were before there were several."""
-    turns = turns_of(Replicas(), seed)
-    assert turns.is_first
-    assert turns.is_last
+    runner = runner_of(Replicas(), seed)
+    assert runner.is_first
+    assert runner.is_last
     for iteration in (1, 2, 700, 3):
         with rng.stream(rng.key(seed, "train", iteration, 0)):
             expected = [draw() for _ in range(3)]
-        turns.begin_iteration(iteration)
-        found = [draw()]
-        turns.begin(0, opens_window=True)
-        assert turns.begin_step() is None
-        update(turns)
-        found.append(draw())
-        turns.end(ends_window=True)
-        turns.begin_share(0, lambda replica: rng.reseed(0))
-        turns.end_shares(lambda replica: rng.reseed(0))
-        turns.drop_window()
+        runner.begin_iteration(iteration)
+        found = [draw(), draw()]
+        runner.begin_share(0, lambda replica: rng.reseed(0))
+        runner.end_shares(lambda replica: rng.reseed(0))
         assert [*found, draw()] == expected, "nothing seeds again in between"
-        assert not turns.is_over
 
 
 @pytest.mark.shows("H7")
 @pytest.mark.parametrize("num_replicas", [2, 3, 5])
 def test_what_is_drawn_follows_from_seed_iteration_and_replica(num_replicas: int) -> None:
-    turns = turns_of(Replicas(num_replicas), 7)
+    runner = runner_of(Replicas(num_replicas), 7)
     for iteration in (1, 2, 90, 4):
         block = range(num_replicas)
         expected = [from_key(7, "train", iteration, replica) for replica in block]
-        before, *own, after = go_through(turns, block, iteration)
+        before, *own, after = go_through(runner, block, iteration)
         assert own == expected
         assert before == from_key(7, "train", iteration, "before")
         assert after == from_key(7, "train", iteration, "after")
@@ -159,9 +158,9 @@ def test_what_is_drawn_follows_from_seed_iteration_and_replica(num_replicas: int
 def _draw_on_rank(rank: int, num_processes: int, num_replicas: int) -> list[list[Draw]]:
     rng.seed_rngs(rank)
     with replicas_on(rank, num_processes, num_replicas) as here:
-        turns = turns_of(here, 3, nn.BatchNorm1d(2))
+        runner = runner_of(here, 3, nn.BatchNorm1d(2))
         return [
-            go_through(turns, here.local_replicas, iteration, ends_window=iteration != 2)
+            go_through(runner, here.local_replicas, iteration, ends_window=iteration != 2)
             for iteration in (1, 2, 3)
         ]
 
@@ -181,32 +180,32 @@ def test_nothing_depends_on_who_carries_whom(num_processes: int) -> None:
 
 @pytest.mark.shows("H7")
 def test_a_resume_draws_what_the_run_would_have_drawn() -> None:
-    run = turns_of(Replicas(3), 9)
+    run = runner_of(Replicas(3), 9)
     drawn = [go_through(run, range(3), iteration) for iteration in (1, 2, 3)]
-    assert go_through(turns_of(Replicas(3), 9), range(3), 3) == drawn[2]
+    assert go_through(runner_of(Replicas(3), 9), range(3), 3) == drawn[2]
 
 
 def test_each_turn_has_the_buffers_of_its_replica() -> None:
     """Over a window of two iterations, then over one that is dropped."""
     network = nn.Module()
     network.register_buffer("total", torch.zeros(2))
-    turns = turns_of(Replicas(2), 0, network)
+    runner = runner_of(Replicas(2), 0, network)
 
     def iterate(iteration: int, *, opens: bool, ends: bool) -> list[float]:
         seen = []
-        turns.begin_iteration(iteration)
+        runner.begin_iteration(iteration)
         for replica in range(2):
-            turns.begin(replica, opens_window=opens)
+            runner.begin(replica, opens_window=opens)
             network.total += 10.0**replica
             seen.append(network.total[0].item())
-            turns.end(ends_window=ends)
+            runner.end(ends_window=ends)
         return [*seen, network.total[0].item()]
 
     assert iterate(1, opens=True, ends=False) == [1.0, 10.0, 1.0]
     assert iterate(2, opens=False, ends=True) == [2.0, 20.0, 2.0]
     assert iterate(3, opens=True, ends=True) == [3.0, 12.0, 3.0]
     assert iterate(4, opens=True, ends=False) == [4.0, 13.0, 4.0]
-    turns.drop_window()
+    runner.drop_window()
     assert iterate(5, opens=True, ends=True) == [5.0, 14.0, 5.0]
 
 
@@ -214,14 +213,14 @@ def _drop(rank: int, num_processes: int) -> list[float]:
     network = nn.Module()
     network.register_buffer("total", torch.zeros(1))
     with replicas_on(rank, num_processes, 3) as here:
-        turns = turns_of(here, 0, network)
-        turns.begin_iteration(1)
+        runner = runner_of(here, 0, network)
+        runner.begin_iteration(1)
         for replica in here.local_replicas:
-            turns.begin(replica, opens_window=True)
+            runner.begin(replica, opens_window=True)
             network.total += 10.0**replica
-            turns.end(ends_window=False)
+            runner.end(ends_window=False)
         found = [network.total.item()]
-        turns.drop_window()
+        runner.drop_window()
         return [*found, network.total.item()]
 
 

@@ -1,6 +1,6 @@
-"""Repeats a step without a trace, in turns in which a process has no replica.
+"""Repeats a step without a trace, where a process has no replica and others have one.
 
-Sharding needs all processes in each turn; the others do not look at the gradients of such a one.
+Sharding needs all processes in each step; the others do not look at the gradients of such a one.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,11 +22,11 @@ from helios.core.generators import (
     state_of_generator,
 )
 from helios.core.sharded_tensors import is_sharded
-from helios.counters import TrainingState
-from helios.loops.step import begin_forward, loss_of, take_step
-from helios.model.model import Model
-from helios.session import Session
 from helios.terminal import root_logger as log
+
+if TYPE_CHECKING:
+    from helios.model.model import Model
+    from helios.run_parts import RunParts
 
 
 def _read_generators(model: Model, device: torch.device) -> dict[str, Any]:
@@ -63,56 +63,25 @@ def _find_global(model: Model) -> list[Generator]:
 
 
 @contextmanager
-def without_trace(session: Session) -> Iterator[None]:
+def without_trace(parts: RunParts) -> Iterator[None]:
     """Run a step in a block that leaves no trace.
 
     Generators, buffers, what model and plugins hold, losses and requests are as before afterwards,
     and no scalars are logged meanwhile. Only sharded parameters and their gradients are left alone,
     for others need what the step adds to them.
     """
-    replica, batch = session.turns.replica, session.batch
-    generators = _read_generators(session.model, session.engine.device)
-    backup = Backup([session.model, *session.plugins.values()], leave=is_sharded)
-    requests = session.agreement.remember()
-    session.is_repeating = True
+    run, runner = parts.run, parts.runner
+    replica, batch = runner.replica, run.batch
+    generators = _read_generators(parts.model, parts.engine.device)
+    backup = Backup([parts.model, *parts.plugins.values()], leave=is_sharded)
+    requests = parts.agreement.remember()
+    run.is_repeating = True
     try:
         with log.muted_tensorboard():
             yield
     finally:
-        session.is_repeating = False
-        session.agreement.take_back(requests)
+        run.is_repeating = False
+        parts.agreement.take_back(requests)
         backup.restore()
-        session.turns.replica, session.batch = replica, batch
-        _set_generators(session.model, generators)
-
-
-@final
-class PaddingTurns:
-    """The turns of a process that has no replica in the last turn of each iteration.
-
-    It repeats its last step there.
-
-    Args:
-        session: the run.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._batch: Any = None
-
-    def take_step(self, session: Session, step: str, batch: Any, state: TrainingState) -> Any:
-        """Run a step, as :func:`helios.loops.step.take_step` does, and keep its batch."""
-        self._batch = begin_forward(session, batch)
-        return take_step(session, step, self._batch, state, has_begun=True)
-
-    def end_backward(self) -> None:
-        """After the last replica of this process, repeat its step for the others."""
-        session, batch = self._session, self._batch
-        if not session.turns.is_last:
-            return
-        self._batch = None
-        session.gradients.end_turn()
-        with without_trace(session):
-            loss = loss_of(take_step(session, "train_step", batch, session.state, has_begun=True))
-            assert loss is not None, "a step is automatic or manual, never both"
-            session.engine.backward_loss(loss)
+        runner.replica, run.batch = replica, batch
+        _set_generators(parts.model, generators)

@@ -1,24 +1,23 @@
 """Runs the replicas of a process one after another, each with its own random numbers and buffers.
 
-The random numbers of a turn depend on the seed, the iteration and the replica. What runs before
-and after the turns is the same on all processes, so it does not depend on which process runs which
-replica. A single replica has one key per iteration; nothing is copied or exchanged.
+The random numbers of a replica's step depend on the seed, the iteration and the replica. What runs
+before and after the steps is the same on all processes, so it does not depend on which process runs
+which replica. A single replica has one key per iteration; nothing is copied or exchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, final
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.core import rng
-from helios.core.loss_means import WeightedSums
 from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
+from helios.listeners import Iteration
 from helios.replicas.gradients import Gradients
 from helios.replicas.replicas import Replicas
 from helios.replicas.window_exchange import WindowExchange, make_loss_error
@@ -30,7 +29,7 @@ Seed = Callable[[int | None], None]
 
 
 class TrainedModel(Protocol):
-    """The part of a model that turns read, which stands above them."""
+    """The part of a model that a runner reads, which stands above it."""
 
     @property
     def loss_items(self) -> dict[str, Any]:
@@ -43,47 +42,35 @@ class TrainedModel(Protocol):
         ...
 
 
-class Turns:
-    """The turn of a single replica, which is the whole iteration: nothing is exchanged.
+class ReplicaRunner:
+    """Runs a single replica, which is the whole iteration: nothing is exchanged.
 
     Args:
         seed: seed of the training steps.
-        before: what keys of an iteration end with, before its first turn.
+        iteration: gets the losses of an iteration.
+        before: what keys of an iteration end with, before its first replica.
 
     Attributes:
         replica: the replica that is running, or ran last.
         is_first: whether it is the first replica of this process.
         is_last: whether it is the last replica of this process.
-        begins_window: whether this is the first turn of an accumulation window whose gradients are
+        begins_window: whether this is the first step of an accumulation window whose gradients are
             collected.
-        is_over: whether the last of several replicas has finished this iteration.
-        has_message: whether a message is pending that :meth:`receive` reads.
-        has_collected: whether gradients of the turn were handed over; the loops set it.
-        totals: the numbers of the iteration, added over all processes, after its last turn.
-        means: the losses of the iteration as float64 means over replicas, after its last turn;
-            ``None`` with one replica, whose table holds its losses as they are.
-        weighted: of which sums and weights some of the losses in the table are the means; the loops
-            set it.
-        sums_gradients: whether gradients are summed over replicas.
+        has_collected: whether gradients of the replica were handed over; the loops set it.
         keeps_batches: whether this process may have to repeat a step of an evaluation.
-        watch: watches what the turn changes; ``None`` in most iterations.
+        watch: watches what a step changes; ``None`` in most iterations.
     """
 
     replica: int = 0
     is_first: bool = True
     is_last: bool = True
     begins_window: bool = False
-    is_over: bool = False
-    has_message: bool = False
     has_collected: bool = False
-    totals: Sequence[float] = ()
-    means: Mapping[str, Any] | None = None
-    weighted: WeightedSums = MappingProxyType({})
-    sums_gradients: bool = False
     keeps_batches: bool = False
     watch: ReplicaWatch | None = None
 
-    def __init__(self, seed: int, before: int | str = 0) -> None:
+    def __init__(self, seed: int, iteration: Iteration, before: int | str = 0) -> None:
+        self._iteration = iteration
         self._before = rng.KeySeries(seed, "train", suffix=(before,))
 
     def add_with_losses(self, numbers: Sequence[float]) -> None:
@@ -92,77 +79,11 @@ class Turns:
         Args:
             numbers: those of this process; as many on all processes.
         """
-        self.totals = numbers
-
-    def begin_epoch(self) -> None:
-        """Begin an epoch. Hooks may have changed the networks."""
+        self._iteration.totals = numbers
 
     def begin_iteration(self, iteration: int) -> None:
-        """Set the random numbers for what runs before the turns of an iteration."""
+        """Set the random numbers for what runs before the replicas of an iteration."""
         rng.reseed(self._before.at(iteration))
-
-    def begin(self, replica: int, *, opens_window: bool) -> None:
-        """Begin the turn of a replica.
-
-        Args:
-            replica: its number.
-            opens_window: whether this iteration is the first of an accumulation window.
-        """
-
-    def begin_step(self) -> ReplicaWatch | None:
-        """Begin a step of the current turn. A batch may have several steps.
-
-        Returns:
-            The watcher of the changes that the turn makes, or ``None`` if it is not watched.
-
-        Raises:
-            UsageError: for a second step if other replicas of this process are still to run.
-        """
-        return None
-
-    def sending(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return a context manager that sends gradients during the last backward of a window.
-
-        Args:
-            optimizer: the optimizer of the parameters.
-        """
-        return nullcontext()
-
-    def end_backward(
-        self,
-        optimizers: Sequence[Optimizer],
-        shown: Mapping[str, Any],
-        *,
-        ends_window: bool,
-        updates: bool = False,
-    ) -> None:
-        """Collect what a backward has produced, before another turn or an update.
-
-        If the window's only update follows, all processes run the same code from here on, and the
-        window's message is sent with the gradients. :meth:`receive` reads it.
-
-        Args:
-            optimizers: the optimizers of the parameters, which have got gradients together.
-            shown: the losses that Helios has put into the model's table, which are its own copies.
-            ends_window: whether the iteration is the last of its window.
-            updates: whether the window's only update follows.
-        """
-
-    def receive(self) -> None:
-        """Read the messages that the processes have sent with the gradients."""
-
-    def end(self, *, ends_window: bool) -> None:
-        """End the turn of a replica. After the last one the table holds the mean losses.
-
-        Args:
-            ends_window: whether the iteration is the last of its window.
-
-        Raises:
-            UsageError: if the losses in the model's table cannot be averaged.
-        """
-
-    def drop_window(self) -> None:
-        """End a window without an update."""
 
     def check_stop(self, error: StopIteration) -> str:
         """Check that a hook may end the epoch.
@@ -179,7 +100,7 @@ class Turns:
         return ""
 
     def begin_share(self, replica: int, seed: Seed) -> None:
-        """Begin the turn of a replica in an evaluation.
+        """Begin the part of a replica in an iteration of an evaluation.
 
         Args:
             replica: its number.
@@ -195,7 +116,7 @@ class Turns:
         return 0
 
     def end_shares(self, seed: Seed) -> None:
-        """End the turns of an iteration of an evaluation, or of the whole evaluation.
+        """End the replicas' parts of an iteration of an evaluation, or of the whole evaluation.
 
         Args:
             seed: as in :meth:`begin_share`.
@@ -203,19 +124,21 @@ class Turns:
 
 
 @final
-class SharedTurns(Turns):
-    """Several replicas, of which this process runs a block.
+class SharedReplicaRunner(ReplicaRunner):
+    """Runs a block of several replicas in this process.
 
     Args:
         replicas: the replicas of the run.
         seed: seed of the training steps.
         model: the model.
         gradients: the gradients of the replicas.
+        iteration: gets the losses of an iteration, as means over all replicas.
         watch: watches what steps change.
         agreement: sends and receives the flags of the window's message.
-    """
 
-    sums_gradients = True
+    Attributes:
+        has_message: whether a message is pending that :meth:`receive` reads.
+    """
 
     def __init__(
         self,
@@ -223,10 +146,12 @@ class SharedTurns(Turns):
         seed: int,
         model: TrainedModel,
         gradients: Gradients,
+        iteration: Iteration,
         watch: ReplicaWatch,
         agreement: Agreement,
     ) -> None:
-        super().__init__(seed, "before")
+        super().__init__(seed, iteration, "before")
+        self.has_message = False
         self._replicas = replicas
         self._gradients = gradients
         self._first, self._last = replicas.local_replicas[0], replicas.local_replicas[-1]
@@ -238,15 +163,17 @@ class SharedTurns(Turns):
         self._buffers = self._exchange.buffers
         self._knows_buffers = False
         self._seed = seed
-        self._iteration = 0
+        self._number = 0
         self._num_reopened = 0
         self._has_stepped = False
+        # Whether the last replica has finished this iteration.
+        self._is_over = False
         self.keeps_batches = replicas.is_sharded_over_processes
         self._after = rng.KeySeries(seed, "train", suffix=("after",))
         self._own = {r: rng.KeySeries(seed, "train", suffix=(r,)) for r in replicas.local_replicas}
-        self._turn_to(self._first)
+        self._go_to(self._first)
 
-    def _turn_to(self, replica: int) -> None:
+    def _go_to(self, replica: int) -> None:
         self.replica = replica
         self.is_first, self.is_last = replica == self._first, replica == self._last
 
@@ -255,19 +182,24 @@ class SharedTurns(Turns):
         self._replicas.add_with_losses(numbers)
 
     def begin_epoch(self) -> None:
-        """Search for buffers again when the next window opens."""
+        """Search for buffers again when the next window opens: hooks may have changed networks."""
         self._knows_buffers = False
 
     def begin_iteration(self, iteration: int) -> None:
-        """Set the random numbers of the hooks that run before the turns."""
-        self._iteration = iteration
+        """Set the random numbers of the hooks that run before the replicas."""
+        self._number = iteration
         self._num_reopened = 0
-        self.is_over = False
+        self._is_over = False
         rng.reseed(self._before.at(iteration))
 
     def begin(self, replica: int, *, opens_window: bool) -> None:
-        """Begin a turn with its own random numbers and buffers and an empty table of losses."""
-        self._turn_to(replica)
+        """Begin a replica with its own random numbers and buffers and an empty table of losses.
+
+        Args:
+            replica: its number.
+            opens_window: whether this iteration is the first of an accumulation window.
+        """
+        self._go_to(replica)
         self._has_stepped = False
         self.begins_window = opens_window and self.is_first
         if self.begins_window:
@@ -277,12 +209,21 @@ class SharedTurns(Turns):
             self._buffers.begin_window()
         if self._buffers.is_exchanged:
             self._buffers.enter(replica)
-        rng.reseed(self._own[replica].at(self._iteration))
+        rng.reseed(self._own[replica].at(self._number))
         self._model.loss_items.clear()
-        self.watch = self._watch.begin(self._iteration)
+        self.watch = self._watch.begin(self._number)
 
     def begin_step(self) -> ReplicaWatch | None:
-        """Seed again for a further step, which must not repeat what the last one has drawn."""
+        """Begin a step of the current replica. A batch may have several steps.
+
+        A further one gets a seed of its own: it must not repeat what the last one has drawn.
+
+        Returns:
+            The watcher of the changes that the step makes, or ``None`` if it is not watched.
+
+        Raises:
+            UsageError: for a second step if other replicas of this process are still to run.
+        """
         if self._has_stepped and self._first != self._last:
             raise UsageError(
                 "A batch loop that runs its optimizer loop several times per batch needs one "
@@ -291,11 +232,11 @@ class SharedTurns(Turns):
                 "processes."
             )
         self._has_stepped = True
-        if self.is_over:
-            self.is_over = False
+        if self._is_over:
+            self._is_over = False
             self._exchange.reopen()
             self._num_reopened += 1
-            fields = ("train", self._iteration, self.replica, self._num_reopened)
+            fields = ("train", self._number, self.replica, self._num_reopened)
             rng.reseed(rng.key(self._seed, *fields))
         if self.watch is not None:
             self.watch.conclude("process_training_batch")
@@ -314,13 +255,17 @@ class SharedTurns(Turns):
         if makes_one and has_ended:
             raise UsageError(
                 f"All processes must make the same number of updates, but in iteration "
-                f"{self._iteration} some make one more than others. The number of rounds of a loop "
+                f"{self._number} some make one more than others. The number of rounds of a loop "
                 "must not depend on the batch or the loss of one replica: let all decide together "
                 "with self.session.replicas.agree(flag)."
             )
 
     def sending(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Send the gradients of the last replica, together with what is added to them."""
+        """Return a context manager that sends gradients during the last backward of a window.
+
+        Args:
+            optimizer: the optimizer of the parameters.
+        """
         return self._gradients.sending(optimizer, self.replica, self._find_networks)
 
     def end_backward(
@@ -331,7 +276,18 @@ class SharedTurns(Turns):
         ends_window: bool,
         updates: bool = False,
     ) -> None:
-        """Copy the model's own losses, which an update could change, and collect the gradients."""
+        """Collect what a backward has produced, before another replica or an update.
+
+        The model's own losses, which an update could change, are copied. If the window's only
+        update follows, all processes run the same code from here on, and the window's message is
+        sent with the gradients. :meth:`receive` reads it.
+
+        Args:
+            optimizers: the optimizers of the parameters, which have got gradients together.
+            shown: the losses that Helios has put into the model's table, which are its own copies.
+            ends_window: whether the iteration is the last of its window.
+            updates: whether the window's only update follows.
+        """
         if ends_window and self.is_last and self._agreement.has_own_loops:
             self._compare_updates(is_update=True)
         table = self._model.loss_items
@@ -341,7 +297,7 @@ class SharedTurns(Turns):
                 raise make_loss_error(name, loss)
             if isinstance(loss, Tensor) and loss is not shown.get(name):
                 table[name] = loss.detach().clone()
-        # Where models are sharded over processes, that ends the turn of all optimizers.
+        # Where models are sharded over processes, that ends the step for all optimizers.
         for optimizer in optimizers[:1] if self.keeps_batches else optimizers:
             self._gradients.collect(
                 optimizer, self.replica, self._find_networks, ends_window=ends_window
@@ -355,35 +311,44 @@ class SharedTurns(Turns):
         self._exchange.receive()
 
     def end(self, *, ends_window: bool) -> None:
-        """Keep the losses and buffers of a turn. After the last one put the means in place."""
+        """Keep the losses and buffers of a replica. After the last one put the means in place.
+
+        Args:
+            ends_window: whether the iteration is the last of its window.
+
+        Raises:
+            UsageError: if the losses in the model's table cannot be averaged.
+        """
         table = self._model.loss_items
         self.watch = None
         if not self.is_last:
-            self._exchange.keep_losses(self._with_sums(table) if self.weighted else table)
+            self._exchange.keep_losses(self._with_sums(table))
             if self._buffers.is_exchanged:
                 self._buffers.leave(self.replica)
             return
         if ends_window and self._agreement.has_own_loops:
             self._compare_updates(is_update=False)
-        if not self.is_over:
+        if not self._is_over:
             self._end_last(table, ends_window=ends_window, is_before_update=False)
         if self.has_message:
             self.receive()
-        self._watch.report(self._iteration)
-        means = self._exchange.pop_means(self._with_sums(table) if self.weighted else table)
+        self._watch.report(self._number)
+        iteration, weighted = self._iteration, self._iteration.weighted
+        means = self._exchange.pop_means(self._with_sums(table))
         added = self._replicas.added
-        self.totals, self.means = added.totals, added.means
-        if self.weighted:
-            found = {
-                name: (means[name], *added.sums[name]) for name in self.weighted if name in means
+        iteration.totals, iteration.means = added.totals, added.means
+        if weighted:
+            iteration.weighted = {
+                name: (means[name], *added.sums[name]) for name in weighted if name in means
             }
-            self.weighted = found
         table.clear()
         table.update(means)
 
     def _with_sums(self, table: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a table of losses in which weighted means are replaced by their sums."""
-        weighted = self.weighted
+        weighted = self._iteration.weighted
+        if not weighted:
+            return table
         return {
             name: weighted[name] if name in weighted and weighted[name][0] is loss else loss
             for name, loss in table.items()
@@ -392,10 +357,10 @@ class SharedTurns(Turns):
     def _end_last(
         self, table: Mapping[str, Any], *, ends_window: bool, is_before_update: bool
     ) -> None:
-        self.is_over = True
+        self._is_over = True
         if self._buffers.is_exchanged:
             self._buffers.leave(self.replica)
-        table = self._with_sums(table) if self.weighted else table
+        table = self._with_sums(table)
         if ends_window:
             self._exchange.send(table, is_before_update=is_before_update)
             self.has_message = True
@@ -403,10 +368,10 @@ class SharedTurns(Turns):
             self._exchange.keep_losses(table)
             if self._buffers.is_exchanged:
                 self._buffers.enter(self._first)
-        rng.reseed(self._after.at(self._iteration))
+        rng.reseed(self._after.at(self._number))
 
     def drop_window(self) -> None:
-        """Commit the buffers of replica 0."""
+        """End a window without an update: commit the buffers of replica 0."""
         self._exchange.drop_window()
 
     def check_stop(self, error: StopIteration) -> str:
@@ -420,39 +385,41 @@ class SharedTurns(Turns):
         ) from error
 
     def count_idle(self, num_shares: int) -> int:
-        """With a sharded model, return how many more turns another process has."""
+        """With a sharded model, return how many more replicas another process has."""
         if not self.keeps_batches:
             return 0
         return self._replicas.find_largest(num_shares) - num_shares
 
     def begin_share(self, replica: int, seed: Seed) -> None:
-        self._turn_to(replica)
+        self._go_to(replica)
         seed(replica)
 
     def end_shares(self, seed: Seed) -> None:
-        """Restore the random numbers of the hooks: other processes may have run more turns."""
+        """Restore the random numbers of the hooks: other processes may have run more replicas."""
         seed(None)
 
 
-def make_turns(
+def make_replica_runner(
     replicas: Replicas,
     seed: int,
     *,
     model: TrainedModel,
     gradients: Gradients,
+    iteration: Iteration,
     watch: ReplicaWatch,
     agreement: Agreement,
-) -> Turns:
-    """Return the turns of a run, chosen once, when it starts.
+) -> ReplicaRunner:
+    """Return what runs the replicas of a run, chosen once, when it starts.
 
     Args:
         replicas: the replicas of the run.
         seed: seed of the training steps.
         model: the model.
         gradients: the gradients of the replicas.
+        iteration: gets the losses of an iteration.
         watch: watches what steps change apart from the state that each replica has of its own.
         agreement: sends and receives the flags of the window's message.
     """
     if replicas.has_single_replica:
-        return Turns(seed)
-    return SharedTurns(replicas, seed, model, gradients, watch, agreement)
+        return ReplicaRunner(seed, iteration)
+    return SharedReplicaRunner(replicas, seed, model, gradients, iteration, watch, agreement)

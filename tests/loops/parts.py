@@ -1,4 +1,4 @@
-"""A model of one weight, and sessions in which a loop runs without a trainer."""
+"""A model of one weight, and the objects of a run in which a loop runs without a trainer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
+from helios.checkpoint.checkpoint_writer import CheckpointWriter
 from helios.data.source import BatchIterator, Source
 from helios.engines.engine import Engine
 from helios.hooks.bus import Bus
-from helios.loops.batch import BatchLoop
-from helios.loops.epoch import EpochLoop
+from helios.loops.epoch import BatchLoop, EpochLoop
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop
@@ -23,8 +23,8 @@ from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
+from helios.run_parts import RunParts
 from helios.schedule import Schedule
-from helios.session import Session
 from helios.state import Phase, TrainingState, TrainingUnit
 from helios.terminal.progress import Display
 
@@ -58,7 +58,7 @@ class Stepper(Model):
         return None if grad is None else grad.item()
 
 
-def make_session(
+def make_parts(
     model: Model,
     *plugins: Plugin,
     unit: TrainingUnit = ITERATION,
@@ -66,14 +66,17 @@ def make_session(
     engine: Engine | None = None,
     replicas: Replicas | None = None,
     sources: dict[Phase, list[Source]] | None = None,
+    sanity_steps: int = 0,
+    writer: CheckpointWriter | None = None,
+    can_save: bool = False,
     **options: Any,
-) -> Session:
-    """Return a session; further options are those of its schedule."""
+) -> RunParts:
+    """Return a parts; further options are those of its schedule."""
     model.device = torch.device("cpu")
     engine = engine or Engine(model.device)
     if replicas is not None:
         engine.replicas = replicas
-    session = Session(
+    parts = RunParts(
         model=model,
         engine=engine,
         hooks=Bus(plugins=plugins, model=model, engine=engine),
@@ -81,12 +84,15 @@ def make_session(
         seed=0,
         schedule=Schedule(unit=unit, accumulation_steps=accumulation, **options),
         sources=sources or {},
+        sanity_steps=sanity_steps,
+        writer=writer,
+        can_save=can_save,
         plugins={plugin.plug_id: plugin for plugin in plugins},
         schedulers=Schedulers(model.discovery.schedulers(), model.scheduler_interval),
     )
     for plugin in plugins:
-        plugin.context = session.context
-    return session
+        plugin.context = parts.context
+    return parts
 
 
 class ListBatches(BatchIterator):
@@ -147,10 +153,10 @@ def make_fit_loop(optimizer_loop: Loop | None = None) -> FitLoop:
     return FitLoop(EpochLoop(batches, ValidationLoop()))
 
 
-def fit(session: Session, loop: FitLoop | None = None) -> Any:
+def fit(parts: RunParts, loop: FitLoop | None = None) -> Any:
     """Train by the loops alone, as a trainer does; returns the result of the run."""
     loop = loop or make_fit_loop()
-    loop._attach(session)
+    loop._attach(parts)
     try:
         return loop.run()
     finally:
@@ -158,17 +164,17 @@ def fit(session: Session, loop: FitLoop | None = None) -> Any:
         loop._attach(None)
 
 
-def train_on(loop: Loop, session: Session, batch: Any, *, is_boundary: bool = True) -> bool:
+def train_on(loop: Loop, parts: RunParts, batch: Any, *, is_boundary: bool = True) -> bool:
     """Run one iteration, as the epoch loop does; returns whether its step was committed."""
-    session.state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
-    session.is_window_open = True
-    session.model.on_training_batch_start(session.state)
+    parts.run.state.begin_iteration(parts.schedule.unit, is_boundary=is_boundary)
+    parts.run.is_window_open = True
+    parts.model.on_training_batch_start(parts.run.state)
     loop.run(batch)
     if is_boundary:
-        session.end_window()
-    return session.state.is_step_committed
+        parts.run.is_window_open = False
+    return parts.run.state.is_step_committed
 
 
-def attached(loop: Loop, session: Session) -> Loop:
-    loop._attach(session)
+def attached(loop: Loop, parts: RunParts) -> Loop:
+    loop._attach(parts)
     return loop

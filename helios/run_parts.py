@@ -1,0 +1,227 @@
+"""``RunParts``: the objects of a run, which stay the same from its start to its end.
+
+A start makes them once. Loops take what they need from them when they are attached, and hooks see
+them through their context; what changes meanwhile is in the ``RunState``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from helios.checkpoint.checkpoint_writer import CheckpointWriter
+from helios.checkpoint.record import Record
+from helios.core.loss_means import LossLog, LossMeans
+from helios.counters import Phase
+from helios.data.source import Source
+from helios.engines.engine import Engine
+from helios.findings import Findings
+from helios.hooks.bus import Bus
+from helios.hooks.context import Context
+from helios.hooks.events import EVENTS, Receiver
+from helios.hooks.overrides import check_overrides, check_state_methods
+from helios.listeners import Iteration, IterationListener, Listeners, RunListener
+from helios.model.model import Model
+from helios.model.schedulers import Schedulers
+from helios.plugins.plugin import Plugin, PluginStates
+from helios.replicas.gradients import Gradients
+from helios.replicas.replica_runner import (
+    ReplicaRunner,
+    SharedReplicaRunner,
+    make_replica_runner,
+)
+from helios.replicas.replicas import Replicas
+from helios.requests import Agreement, make_agreement
+from helios.run_state import RunState
+from helios.schedule import Schedule
+from helios.state.owners import Owners
+from helios.state.steps import IdleWatch, ReplicaWatch
+from helios.storage.tensorboard_writer import TensorboardWriter
+from helios.terminal.progress import Display
+
+_OF_ENGINES = [event.name for event in EVENTS.values() if Receiver.ENGINE in event.receivers]
+
+
+class States(Protocol):
+    """The states of plugins or of loops, by name."""
+
+    def capture(self) -> dict[str, Any]:
+        """Return their states by name."""
+        ...
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Give them their states."""
+        ...
+
+
+class NoStates:
+    """Nothing with state."""
+
+    def capture(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+def get_no_scalars() -> None:
+    """Return that this process writes no event files."""
+
+
+def _do_nothing() -> None:
+    return
+
+
+def _accept(_: object) -> None:
+    return
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunParts:
+    """The objects of one call of fit, validate, test or predict.
+
+    Attributes:
+        model: the user's model.
+        engine: the engine.
+        hooks: the receivers of each event.
+        display: the progress bars.
+        seed: the run's seed.
+        run: what changes while it goes on.
+        schedule: the options that decide when something happens.
+        sources: the data of each phase that has any, one source per loader.
+        plugins: by id, in order of registration.
+        schedulers: the learning-rate schedulers; ``None`` outside fit.
+        writer: writes checkpoints; ``None`` outside fit.
+        can_save: whether checkpoints are written at all.
+        recorders: what listens to the iterations, besides means of losses, logs and display.
+        run_listeners: what listens to the run.
+        get_scalars: returns the event files of this process, outside fit and on other ranks than 0
+            ``None``.
+        sanity_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
+        loop_states: states of the loops, by role path.
+        owner_states: plain attributes of plugins, data module, loops and engine.
+        findings: what limits the reproducibility of the run.
+        run_folder: folder of the run's checkpoints and records.
+        is_replay: whether a part of a run is only repeated.
+        outside: returns why the run is to be interrupted, if the reason came from outside.
+        check_record: refuses a record that must not be saved, before hooks see it.
+        note_last_safe_point: called before the save at a safe point that no batch follows.
+        finish_load: called after ``on_training_resume``, which may restore the data: compares it
+            with that of the checkpoint, and then restores the generators. Takes whether the epoch
+            of the checkpoint is complete.
+        check_data: called after the hook that begins an epoch, which may change the data.
+    """
+
+    model: Model
+    engine: Engine
+    hooks: Bus
+    display: Display
+    seed: int
+    run: RunState = field(default_factory=RunState)
+    schedule: Schedule = field(default_factory=Schedule)
+    sources: dict[Phase, list[Source]] = field(default_factory=dict)
+    plugins: Mapping[str, Plugin] = field(default_factory=dict)
+    schedulers: Schedulers | None = None
+    writer: CheckpointWriter | None = None
+    can_save: bool = False
+    recorders: Sequence[IterationListener] = ()
+    run_listeners: Sequence[RunListener] = ()
+    get_scalars: Callable[[], TensorboardWriter | None] = get_no_scalars
+    sanity_steps: int = 0
+    loop_states: States = field(default_factory=NoStates)
+    owner_states: Owners = field(default_factory=Owners)
+    findings: Findings = field(default_factory=Findings)
+    run_folder: Path | None = None
+    is_replay: bool = False
+    outside: Callable[[], str] = str
+    check_record: Callable[[Record], None] = _accept
+    note_last_safe_point: Callable[[], None] = _do_nothing
+    finish_load: Callable[[bool], None] = _accept
+    check_data: Callable[[], None] = _do_nothing
+
+    def __post_init__(self) -> None:
+        if type(self.engine) is not Engine:
+            check_overrides(self.engine, Engine, receives=_OF_ENGINES)
+            check_state_methods(self.engine, Engine)
+
+    @property
+    def training_source(self) -> Source:
+        """The training data."""
+        return self.sources[Phase.TRAINING][0]
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """The replicas of the run, and which process runs which."""
+        return self.engine.replicas
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        """The gradients of the replicas."""
+        return self.engine._gradients
+
+    @cached_property
+    def context(self) -> Context:
+        """What hooks may see of the run."""
+        return Context(self)
+
+    @cached_property
+    def agreement(self) -> Agreement:
+        """How all processes agree on what is requested."""
+        return make_agreement(self.replicas, self.run, self.outside, self.writer)
+
+    @cached_property
+    def loss_means(self) -> LossMeans:
+        """The training losses that people see."""
+        return LossMeans()
+
+    @cached_property
+    def iteration(self) -> Iteration:
+        """What listeners get of an iteration that has ended, filled anew in each."""
+        return Iteration(self.run.state, self.loss_means)
+
+    @cached_property
+    def listeners(self) -> Listeners:
+        """All that listens to the iterations."""
+        log = LossLog(self.loss_means, self.context.log, self.replicas.gather_objects)
+        logs = (log,) if self.schedule.logs else ()
+        return Listeners((self.loss_means, *logs, self.display, *self.recorders))
+
+    @cached_property
+    def plugin_states(self) -> PluginStates:
+        """States of the plugins, by id."""
+        # Only a training run reports plugins of the checkpoint that are missing.
+        return PluginStates(self.plugins, carries=self.writer is not None)
+
+    @cached_property
+    def idle_watch(self) -> IdleWatch:
+        """Notices that the steps of a new run learn nothing."""
+        return IdleWatch(self.model, self.owner_states, self.replicas.gather_objects)
+
+    @cached_property
+    def runner(self) -> ReplicaRunner:
+        """Runs the steps of the replicas of this process."""
+        watch = ReplicaWatch(
+            type(self.model).__name__,
+            self.model.discovery,
+            self.owner_states,
+            findings=self.findings,
+            gather=self.replicas.gather_objects,
+        )
+        return make_replica_runner(
+            self.replicas,
+            self.seed,
+            model=self.model,
+            gradients=self.gradients,
+            iteration=self.iteration,
+            watch=watch,
+            agreement=self.agreement,
+        )
+
+    @property
+    def shared_runner(self) -> SharedReplicaRunner | None:
+        """The runner if there are several replicas; ``None`` for a single one."""
+        return self.runner if isinstance(self.runner, SharedReplicaRunner) else None
