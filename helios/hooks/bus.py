@@ -129,7 +129,7 @@ def _find_form(owner: object, method: Callable[..., Any], event: Event) -> _Form
     """Return how a method takes the arguments of an event.
 
     Raises:
-        ArgumentTypeError: if the parameters of the method differ from those in the table, or if a
+        ArgumentTypeError: if the parameters of the method differ from those of the event, or if a
             call would not run its body.
     """
     place = f"{type(owner).__name__}.{event.name}"
@@ -199,7 +199,7 @@ class Bus:
         is_logging: whether numbers are being logged, so that a receiver must not log any.
 
     Raises:
-        ArgumentTypeError: for a method whose parameters are not those of the table, or that is
+        ArgumentTypeError: for a method whose parameters are not those of its event, or that is
             async or a generator.
         ArgumentError: if two plugins process the same batch.
     """
@@ -295,7 +295,7 @@ def check_receiver(plugin: object) -> None:
     """Check the methods of a plugin when it is registered.
 
     Raises:
-        ArgumentTypeError: for a method whose parameters are not those of the table, or that is
+        ArgumentTypeError: for a method whose parameters are not those of its event, or that is
             async or a generator.
     """
     for event in EVENTS.values():

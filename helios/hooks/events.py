@@ -1,16 +1,25 @@
-"""The table of events: their receivers, arguments and order.
+"""The events: typed methods of :class:`Hooks`, each with a decorator that says who receives it.
 
-``docs/hooks.md`` is generated from it, signatures of receivers are checked against it, and the bus
-reads nothing else. Methods keep the names and parameters that users of Helios know.
+The table of events, ``docs/hooks.md`` and the bus are made of these methods; they stand in the
+order in which the events occur.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from helios.counters import TrainingState
+
+if TYPE_CHECKING:
+    from helios.hooks.context import Context
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
@@ -45,13 +54,13 @@ P, D, M, E, MONITOR = (
 
 @dataclass(frozen=True)
 class Event:
-    """One row of the table.
+    """What the decorator of an event says, and the signature and the docstring of its method.
 
     Attributes:
         name: name of the method that receives it.
         parameters: names of its arguments after ``self``.
         receivers: who may receive it, in the order of the calls.
-        moment: when it occurs.
+        summary: when it occurs, or what it does: the first line of its docstring.
         verb: what happens then.
         optional: names of further arguments, for methods that take them.
         scope: the channel that it begins or ends, if any.
@@ -60,228 +69,10 @@ class Event:
     name: str
     parameters: tuple[str, ...]
     receivers: tuple[Receiver, ...]
-    moment: str
+    summary: str
     verb: Verb = Verb.EMIT
     optional: tuple[str, ...] = ()
     scope: str = ""
-
-
-def _start_rows() -> tuple[Event, ...]:
-    call, pdme = Verb.CALL, (P, D, M, E)
-    return (
-        Event("prepare_data", (), (D,), "once, before everything else", call),
-        Event("setup", (), (P, D, M), "build networks, data and the like", call),
-        Event("on_load_checkpoint", ("checkpoint",), pdme, "fit resumes; nothing is loaded yet"),
-        Event("on_checkpoint_loaded", (), pdme, "everything is loaded except the generators"),
-        Event("on_fit_start", (), (P, M), "fit: everything is set up and loaded"),
-        Event("on_sanity_check_start", (), (P,), "a new run; sanity_steps is set"),
-        Event("on_sanity_check_end", (), (P,), "changes of the sanity check are undone"),
-    )
-
-
-def _training_start_rows() -> tuple[Event, ...]:
-    pme, pm, state = (P, M, E), (P, M), ("state",)
-    loop, epoch, step, batch = "on_loop", "on_epoch", "on_step", "on_batch"
-    return (
-        Event(
-            "on_training_start",
-            (),
-            pme,
-            "training starts or resumes; before model.train()",
-            scope=loop,
-        ),
-        Event("on_training_resume", state, pm, "after on_training_start, if the run resumes"),
-        Event(
-            "on_training_epoch_start",
-            ("current_epoch",),
-            pme,
-            "an epoch begins, numbered from 1; not again after a resume inside it",
-            scope=epoch,
-        ),
-        Event(
-            "on_training_step_start", state, pm, "the first batch of a window begins", scope=step
-        ),
-        Event(
-            "on_training_batch_start",
-            state,
-            pme,
-            "a batch was fetched and counted; it is not on the device yet",
-            scope=batch,
-        ),
-        Event(
-            "process_training_batch",
-            ("batch", "state"),
-            (P,),
-            "the batch is on the device",
-            Verb.TRANSFORM,
-        ),
-    )
-
-
-def _step_rows() -> tuple[Event, ...]:
-    pm, optimizer, context = (P, M), ("optimizer",), ("context",)
-    forward, backward, update = "on_model_forward", "on_model_backward", "on_optimizer_step"
-    return (
-        Event("on_forward_start", context, pm, "before a step, in any phase", scope=forward),
-        Event("train_step", ("batch", "state"), (M,), "the training step", Verb.CALL),
-        Event("on_forward_end", context, pm, "outputs and loss are available", scope=forward),
-        Event(
-            "on_backward_start", ("loss",), pm, "automatic mode: before backward", scope=backward
-        ),
-        Event("on_backward_end", (), pm, "automatic mode: after backward", scope=backward),
-        Event(
-            "on_optimizer_step_start",
-            optimizer,
-            pm,
-            "automatic mode, end of a window: gradients are averaged, not yet clipped",
-            scope=update,
-        ),
-        Event("on_before_zero_grad", optimizer, pm, "right after the update and the schedulers"),
-        Event(
-            "on_optimizer_step_end",
-            ("optimizer", "committed"),
-            pm,
-            "gradients are cleared",
-            scope=update,
-        ),
-    )
-
-
-def _training_end_rows() -> tuple[Event, ...]:
-    pme, pm, pmme = (P, M, E), (P, M), (P, M, MONITOR, E)
-    loop, epoch, step, batch = "on_loop", "on_epoch", "on_step", "on_batch"
-    return (
-        Event(
-            "on_training_batch_end",
-            ("state", "should_log"),
-            pme,
-            "the batch is done",
-            scope=batch,
-        ),
-        Event(
-            "on_training_step_end",
-            ("state", "committed"),
-            pm,
-            "the last batch of a window is done",
-            scope=step,
-        ),
-        Event(
-            "on_log",
-            ("scalars", "state"),
-            pm,
-            "numbers were logged: losses, scores, context.log",
-        ),
-        Event(
-            "should_training_stop",
-            (),
-            pm,
-            "after a batch; after a validation by steps; after an epoch by epochs",
-            Verb.ASK,
-        ),
-        Event(
-            "on_training_epoch_end",
-            ("current_epoch",),
-            pmme,
-            "an epoch ends; by steps after its checkpoint, by epochs before it",
-            scope=epoch,
-        ),
-        Event(
-            "on_save_checkpoint",
-            ("checkpoint",),
-            (P, D, M, E),
-            "a snapshot was taken and is written next",
-        ),
-        Event(
-            "on_training_end",
-            (),
-            pme,
-            "the run is finished; not after an interruption or an exception",
-            scope=loop,
-        ),
-    )
-
-
-def _evaluation_rows(noun: str, step: str, cycle: tuple[str, ...] = ()) -> tuple[Event, ...]:
-    pme, index, batch = (P, M, E), ("dataloader_idx",), "on_batch"
-    is_validation = noun == "validation"
-    loop = "" if is_validation else "on_loop"
-    result = ("step", "prediction") if noun == "predicting" else ("step",)
-    return (
-        Event(f"on_{noun}_start", cycle, pme, "after model.eval()", scope=loop),
-        Event(
-            f"on_{noun}_batch_start",
-            ("step",),
-            pme,
-            "a batch was fetched; steps count from 0 in each loader",
-            optional=index,
-            scope=batch,
-        ),
-        Event(
-            f"process_{noun}_batch",
-            ("batch", "step"),
-            (P,),
-            "the batch of a replica is on the device",
-            Verb.TRANSFORM,
-            optional=index,
-        ),
-        Event(step, ("batch", "step"), (M,), "without gradients", Verb.CALL, optional=index),
-        Event(f"on_{noun}_batch_end", result, pme, f"after {step}", optional=index, scope=batch),
-        Event(
-            f"on_{noun}_end",
-            cycle,
-            (P, M, MONITOR, E) if is_validation else pme,
-            "the pass is finished and modes are restored",
-            scope=loop,
-        ),
-    )
-
-
-def _end_rows() -> tuple[Event, ...]:
-    return (
-        Event(
-            "on_exception",
-            ("exception",),
-            (P, D, M, E),
-            "an exception ends the call; nothing is torn down yet",
-        ),
-        Event(
-            "on_fit_end",
-            (),
-            (P, M),
-            "fit returns, finished or interrupted; the engine is torn down",
-        ),
-        Event(
-            "teardown", (), (D, P, M), "always, also after an exception; the engine is torn down"
-        ),
-    )
-
-
-def _rows() -> tuple[Event, ...]:
-    improved = Event("have_metrics_improved", (), (M,), "after each validation of fit", Verb.CALL)
-    return (
-        *_start_rows(),
-        *_training_start_rows(),
-        *_step_rows(),
-        *_training_end_rows(),
-        *_evaluation_rows("validation", "valid_step", ("validation_cycle",)),
-        improved,
-        *_evaluation_rows("testing", "test_step"),
-        *_evaluation_rows("predicting", "predict_step"),
-        *_end_rows(),
-    )
-
-
-EVENTS: dict[str, Event] = {event.name: event for event in _rows()}
-
-CHANNELS = (
-    "on_loop",
-    "on_epoch",
-    "on_step",
-    "on_batch",
-    "on_model_forward",
-    "on_model_backward",
-    "on_optimizer_step",
-)
 
 
 def silent(method: Method) -> Method:
@@ -333,3 +124,374 @@ def is_silent(method: Callable[..., object]) -> bool:
     """Whether a method has the mark of :func:`silent`."""
     function = getattr(method, "__func__", method)
     return getattr(function, "_helios_silent", None) is function
+
+
+def event(
+    *receivers: Receiver, verb: Verb = Verb.EMIT, optional: tuple[str, ...] = (), scope: str = ""
+) -> Callable[[Method], Method]:
+    """Declare a method as an event; the base's own method is not called, except for ``CALL``.
+
+    Args:
+        *receivers: as in :class:`Event`, like the others.
+        verb: what happens.
+        optional: further arguments.
+        scope: a channel.
+    """
+
+    def declare(method: Method) -> Method:
+        _, *parameters = inspect.signature(method).parameters
+        summary = (method.__doc__ or "").partition("\n")[0]
+        name = method.__name__
+        found = Event(name, tuple(parameters), receivers, summary, verb, optional, scope)
+        declared = method if verb is Verb.CALL else silent(method)
+        declared.__dict__["_helios_event"] = found
+        return declared
+
+    return declare
+
+
+_INDEX = ("dataloader_idx",)
+
+
+class Hooks:
+    """Base of ``Plugin`` and ``Model``: one method for each event.
+
+    Override what you need. A method that is not overridden is not called, so it costs nothing; nor
+    is one that the class does not receive. ``state`` is the live
+    :class:`~helios.state.TrainingState`: copy what you keep. Losses, batches and optimizers belong
+    to the run: change them only where a method says that you may.
+    """
+
+    @event(D, verb=Verb.CALL)
+    def prepare_data(self) -> None:
+        """Called once, before everything else: download and prepare files."""
+
+    @event(P, D, M, verb=Verb.CALL)
+    def setup(self) -> None:
+        """Build networks, data and the like."""
+
+    @event(P, D, M, E)
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Called when ``fit`` resumes, with the checkpoint that was read, before it is applied.
+
+        Args:
+            checkpoint: the content of the file. What an override adds under keys of its own in
+                :meth:`on_save_checkpoint` is found here.
+        """
+
+    @event(P, D, M, E)
+    def on_checkpoint_loaded(self) -> None:
+        """Called when ``fit`` resumes and all state but that of the random generators is back."""
+
+    @event(P, M)
+    def on_fit_start(self) -> None:
+        """Called once by ``fit`` when everything is set up and loaded."""
+
+    @event(P)
+    def on_sanity_check_start(self) -> None:
+        """Called before the sanity check of a new run; see ``Trainer(sanity_steps=...)``."""
+
+    @event(P)
+    def on_sanity_check_end(self) -> None:
+        """Called after the sanity check, when everything that it changed is restored."""
+
+    @event(P, M, E, scope="on_loop")
+    def on_training_start(self) -> None:
+        """Called when the training starts or resumes, before ``model.train()``."""
+
+    @event(P, M)
+    def on_training_resume(self, state: TrainingState) -> None:
+        """Called after :meth:`on_training_start` when the training resumes from a checkpoint.
+
+        Args:
+            state: the counters, as the checkpoint had them.
+        """
+
+    @event(P, M, E, scope="on_epoch")
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        """Called when an epoch starts; not again after a resume inside the epoch.
+
+        Args:
+            current_epoch: number of the epoch, from 1.
+        """
+
+    @event(P, M, scope="on_step")
+    def on_training_step_start(self, state: TrainingState) -> None:
+        """Called before the first batch of an accumulation window.
+
+        Raise ``StopIteration`` to end the epoch here.
+
+        Args:
+            state: the counters.
+        """
+
+    @event(P, M, E, scope="on_batch")
+    def on_training_batch_start(self, state: TrainingState) -> None:
+        """Called when a batch was fetched, before it is moved to the device.
+
+        Raise ``StopIteration`` to end the epoch here.
+
+        Args:
+            state: the counters, which include this batch.
+        """
+
+    @event(P, verb=Verb.TRANSFORM)
+    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
+        """Return the training batch that the model gets; only one plugin may override this.
+
+        Args:
+            batch: the batch of one replica, on the device.
+            state: the counters.
+        """
+        return batch
+
+    @event(P, M, scope="on_model_forward")
+    def on_forward_start(self, context: Context) -> None:
+        """Called right before a training, validation, test or prediction step.
+
+        With several replicas it is called once for each replica of the process.
+
+        Args:
+            context: the run, with the batch on the device.
+        """
+
+    @event(M, verb=Verb.CALL)
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        """Train on one batch."""
+
+    @event(P, M, scope="on_model_forward")
+    def on_forward_end(self, context: Context) -> None:
+        """Called right after a step, with its outputs and its loss in the context.
+
+        Args:
+            context: the run.
+        """
+
+    @event(P, M, scope="on_model_backward")
+    def on_backward_start(self, loss: Tensor) -> None:
+        """Called before the backward pass of a step that returns its loss.
+
+        Args:
+            loss: the scalar loss, already divided by ``accumulation_steps``.
+        """
+
+    @event(P, M, scope="on_model_backward")
+    def on_backward_end(self) -> None:
+        """Called after the backward pass of a step that returns its loss."""
+
+    @event(P, M, scope="on_optimizer_step")
+    def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
+        """Called before an optimizer step: gradients are averaged, and not yet clipped.
+
+        This is the last place to call ``context.skip_step``. Not called where ``train_step``
+        makes the step itself.
+
+        Args:
+            optimizer: the optimizer that steps.
+        """
+
+    @event(P, M)
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Called right after the optimizer and its schedulers have moved.
+
+        Args:
+            optimizer: the optimizer, whose gradients are still there.
+        """
+
+    @event(P, M, scope="on_optimizer_step")
+    def on_optimizer_step_end(self, optimizer: Optimizer, committed: bool) -> None:
+        """Called after an optimizer step, when its gradients have been cleared.
+
+        Args:
+            optimizer: the optimizer.
+            committed: whether the step was made; False if it was skipped.
+        """
+
+    @event(P, M, E, scope="on_batch")
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        """Called when a training batch is done.
+
+        Args:
+            state: the counters.
+            should_log: whether ``print_frequency`` is due.
+        """
+
+    @event(P, M, scope="on_step")
+    def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
+        """Called after the last batch of an accumulation window.
+
+        Args:
+            state: the counters.
+            committed: whether the optimizer step was made; False if it was skipped.
+        """
+
+    @event(P, M)
+    def on_log(self, scalars: Mapping[str, float], state: TrainingState) -> None:
+        """Called with every set of numbers that is logged: losses, scores, ``context.log``.
+
+        Args:
+            scalars: the numbers by name. Losses are means, over micro-batches, replicas and the
+                iterations since they were logged before.
+            state: the counters.
+        """
+
+    @event(P, M, verb=Verb.ASK)
+    def should_training_stop(self) -> bool:
+        """Return whether training should end regularly after the current window.
+
+        Called after each batch, after each validation and at the end of each epoch; it is enough
+        if one receiver returns True.
+        """
+        return False
+
+    @event(P, M, MONITOR, E, scope="on_epoch")
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        """Called when an epoch has ended, before its checkpoint where epochs are counted.
+
+        Args:
+            current_epoch: number of the epoch, from 1.
+        """
+
+    @event(P, D, M, E)
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Called with the content of a checkpoint that is written next.
+
+        Args:
+            checkpoint: the content; an override may add keys of its own.
+        """
+
+    @event(P, M, E, scope="on_loop")
+    def on_training_end(self) -> None:
+        """Called when the run is finished; not after an interruption or an exception."""
+
+    @event(P, M, E)
+    def on_validation_start(self, validation_cycle: int) -> None:
+        """Called when a validation starts, after ``model.eval()``.
+
+        Args:
+            validation_cycle: number of the validation, from 0.
+        """
+
+    @event(P, M, E, optional=_INDEX, scope="on_batch")
+    def on_validation_batch_start(self, step: int) -> None:
+        """Called when a validation batch was fetched.
+
+        Args:
+            step: number of the batch in its loader, from 0. An override may also take
+                ``dataloader_idx: int = 0``.
+        """
+
+    @event(P, verb=Verb.TRANSFORM, optional=_INDEX)
+    def process_validation_batch(self, batch: Any, step: int) -> Any:
+        """Return the validation batch that the model gets; only one plugin may override this.
+
+        Args:
+            batch: the batch of one replica, on the device.
+            step: number of the batch in its loader, from 0. An override may also take
+                ``dataloader_idx: int = 0``.
+        """
+        return batch
+
+    @event(M, verb=Verb.CALL, optional=_INDEX)
+    def valid_step(self, batch: Any, step: int) -> Any:
+        """Validate one batch, without gradients."""
+
+    @event(P, M, E, optional=_INDEX, scope="on_batch")
+    def on_validation_batch_end(self, step: int) -> None:
+        """Called when a validation batch is done; arguments as in the start event."""
+
+    @event(P, M, MONITOR, E)
+    def on_validation_end(self, validation_cycle: int) -> None:
+        """Called when a validation has ended and the modes of the networks are restored.
+
+        Args:
+            validation_cycle: number of the validation, from 0.
+        """
+
+    @event(M, verb=Verb.CALL)
+    def have_metrics_improved(self) -> bool:
+        """Return whether the last validation was better than earlier ones; called after each."""
+        return True
+
+    @event(P, M, E, scope="on_loop")
+    def on_testing_start(self) -> None:
+        """Called when a test starts, after ``model.eval()``."""
+
+    @event(P, M, E, optional=_INDEX, scope="on_batch")
+    def on_testing_batch_start(self, step: int) -> None:
+        """Called when a test batch was fetched; ``step`` as in validations."""
+
+    @event(P, verb=Verb.TRANSFORM, optional=_INDEX)
+    def process_testing_batch(self, batch: Any, step: int) -> Any:
+        """Return the test batch that the model gets; arguments as in validations."""
+        return batch
+
+    @event(M, verb=Verb.CALL, optional=_INDEX)
+    def test_step(self, batch: Any, step: int) -> Any:
+        """Test one batch, without gradients."""
+
+    @event(P, M, E, optional=_INDEX, scope="on_batch")
+    def on_testing_batch_end(self, step: int) -> None:
+        """Called when a test batch is done; ``step`` as in validations."""
+
+    @event(P, M, E, scope="on_loop")
+    def on_testing_end(self) -> None:
+        """Called when a test has ended."""
+
+    @event(P, M, E, scope="on_loop")
+    def on_predicting_start(self) -> None:
+        """Called when a prediction starts, after ``model.eval()``."""
+
+    @event(P, M, E, optional=_INDEX, scope="on_batch")
+    def on_predicting_batch_start(self, step: int) -> None:
+        """Called when a batch to predict was fetched; ``step`` as in validations."""
+
+    @event(P, verb=Verb.TRANSFORM, optional=_INDEX)
+    def process_predicting_batch(self, batch: Any, step: int) -> Any:
+        """Return the batch to predict that the model gets; arguments as in validations."""
+        return batch
+
+    @event(M, verb=Verb.CALL, optional=_INDEX)
+    def predict_step(self, batch: Any, step: int) -> Any:
+        """Return the prediction for one batch, without gradients."""
+
+    @event(P, M, E, optional=_INDEX, scope="on_batch")
+    def on_predicting_batch_end(self, step: int, prediction: Any) -> None:
+        """Called when a batch was predicted.
+
+        Args:
+            step: number of the batch in its loader, from 0. An override may also take
+                ``dataloader_idx: int = 0``.
+            prediction: what ``predict_step`` returned.
+        """
+
+    @event(P, M, E, scope="on_loop")
+    def on_predicting_end(self) -> None:
+        """Called when a prediction has ended."""
+
+    @event(P, D, M, E)
+    def on_exception(self, exception: BaseException) -> None:
+        """Called when an exception leaves the call, before anything is torn down.
+
+        Args:
+            exception: the exception, which is raised again afterwards.
+        """
+
+    @event(P, M)
+    def on_fit_end(self) -> None:
+        """Called when ``fit`` returns, finished or interrupted, but not after an exception."""
+
+    @event(D, P, M)
+    def teardown(self) -> None:
+        """Called at the end of every call, also after an exception: release what you took."""
+
+
+EVENTS: dict[str, Event] = {
+    name: method.__dict__["_helios_event"]
+    for name, method in vars(Hooks).items()
+    if inspect.isfunction(method)
+}
+"""The events by name, in their order."""
+
+CHANNELS = tuple(dict.fromkeys(event.scope for event in EVENTS.values() if event.scope))
+"""The scopes that events begin and end, from the outermost one."""

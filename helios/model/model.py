@@ -21,8 +21,7 @@ from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, StateError, UsageError
 from helios.hooks.context import Context
-from helios.hooks.events import asks_nothing
-from helios.hooks.interface import Hooks
+from helios.hooks.events import Hooks, asks_nothing
 from helios.model.processor import BatchProcessor, Processed
 from helios.sharding.units import Unit
 from helios.state.discovery import Discovery

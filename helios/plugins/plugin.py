@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, final
 import torch
 
 from helios.core.registry import Registry
-from helios.counters import TrainingState
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context, RunModel
-from helios.hooks.events import silent
-from helios.hooks.interface import Hooks
+from helios.hooks.events import Hooks
 from helios.model.model import Model
 from helios.storage.local_paths import as_local_path
 
@@ -160,45 +158,6 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
     @abstractmethod
     def setup(self) -> None:
         """Prepare; called once at the start of fit, validate, test or predict, before the data."""
-
-    @silent
-    def on_sanity_check_start(self) -> None:
-        """Called before the sanity check of a new run; see ``Trainer(sanity_steps=...)``."""
-
-    @silent
-    def on_sanity_check_end(self) -> None:
-        """Called after the sanity check, when everything that it changed is restored."""
-
-    @silent
-    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
-        """Return the training batch that the model gets; only one plugin may override this.
-
-        Args:
-            batch: the batch of one replica, on the device.
-            state: the counters.
-        """
-        return batch
-
-    @silent
-    def process_validation_batch(self, batch: Any, step: int) -> Any:
-        """Return the validation batch that the model gets; only one plugin may override this.
-
-        Args:
-            batch: the batch of one replica, on the device.
-            step: number of the batch in its loader, from 0. An override may also take
-                ``dataloader_idx: int = 0``.
-        """
-        return batch
-
-    @silent
-    def process_testing_batch(self, batch: Any, step: int) -> Any:
-        """Return the test batch that the model gets; arguments as in validations."""
-        return batch
-
-    @silent
-    def process_predicting_batch(self, batch: Any, step: int) -> Any:
-        """Return the batch to predict that the model gets; arguments as in validations."""
-        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return state to save besides the attributes that training changes."""

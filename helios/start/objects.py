@@ -15,7 +15,7 @@ from helios.data.datamodule import DataModule
 from helios.data.source import CannotResume, Source
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import Bus, check_owners, check_receiver, overridden
-from helios.hooks.events import EVENTS
+from helios.hooks.events import EVENTS, Hooks, Receiver
 from helios.hooks.overrides import check_state_methods
 from helios.loops.epoch import BatchLoop, EpochLoop
 from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
@@ -29,7 +29,11 @@ from helios.plugins.row_loggers import RowLogger
 
 _LOGGER = logging.getLogger(__name__)
 
-_KNOWN = (*EVENTS, "train_step", "valid_step", "test_step", "predict_step")
+_RECEIVERS: tuple[tuple[type, Receiver, str], ...] = (
+    (Plugin, Receiver.PLUGIN, "plugins"),
+    (DataModule, Receiver.DATA, "the data module"),
+    (Model, Receiver.MODEL, "the model"),
+)
 _TRANSFER = "batch_to_device of the model, or process_training_batch of a plugin"
 _OF_OTHER_TRAINERS = {
     "backward": "backward_loss of an engine, or a train_step that returns None",
@@ -172,14 +176,30 @@ def warn_of_unknown_hooks(owner: object) -> None:
     """Warn of methods that look like a hook or a step, but are not, and so are never called.
 
     These are all ``on_*`` and ``process_*``, and names that other trainers call or that are spelled
-    almost like one of ours. Private names, and overrides of other methods, are left alone.
+    almost like one of ours; and events that an object of this kind does not receive. Private names,
+    and overrides of other methods, are left alone.
     """
+    _warn_of_others_events(owner)
     reported: set[str] = set()
     for name in own_methods(owner):
         text = _describe_unknown(name)
         if name not in reported and text:
             reported.add(name)
             _LOGGER.warning("%s.%s is never called by Helios%s", type(owner).__name__, name, text)
+
+
+def _warn_of_others_events(owner: object) -> None:
+    own = {receiver for kind, receiver, _ in _RECEIVERS if isinstance(owner, kind)}
+    for event in EVENTS.values():
+        base = getattr(Hooks, event.name)
+        if not own & set(event.receivers) and getattr(type(owner), event.name, base) is not base:
+            receivers = [text for _, receiver, text in _RECEIVERS if receiver in event.receivers]
+            _LOGGER.warning(
+                "%s.%s is never called by Helios: only %s can have it.",
+                type(owner).__name__,
+                event.name,
+                " and ".join(receivers),
+            )
 
 
 def own_methods(owner: object) -> Iterator[str]:
@@ -196,12 +216,12 @@ def own_methods(owner: object) -> Iterator[str]:
 
 def _describe_unknown(name: str) -> str:
     """Return what to do about a method that is never called; empty if it is intended."""
-    if name in _KNOWN:
+    if name in EVENTS:
         return ""
     if name in _OF_OTHER_TRAINERS:
         return f"; use {_OF_OTHER_TRAINERS[name]} instead."
     looks_like_hook = name.startswith(("on_", "process_"))
-    close = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0.75)
     if close and (looks_like_hook or name.endswith("_step")):
         return f": it is neither a hook nor a step; did you mean {close[0]}?"
     if difflib.get_close_matches(name, ["backward"], cutoff=0.9):

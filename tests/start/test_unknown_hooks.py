@@ -95,6 +95,22 @@ def test_what_looks_like_a_hook_is_named(name: str, caplog: pytest.LogCaptureFix
     assert len(warnings_of(owner, caplog)) == 1
 
 
+@pytest.mark.parametrize(
+    ("base", "name", "receivers"),
+    [
+        (Plain, "process_training_batch", "plugins"),
+        (Plain, "prepare_data", "the data module"),
+        (Quiet, "train_step", "the model"),
+        (Data, "on_training_start", "plugins and the model"),
+    ],
+)
+def test_an_event_that_the_class_does_not_receive_is_named(
+    base: Any, name: str, receivers: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (message,) = warnings_of(type("Own", (base,), {name: nothing})(), caplog)
+    assert message == f"Own.{name} is never called by Helios: only {receivers} can have it."
+
+
 def test_what_is_the_users_own_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     owner: Any = Plain()
     own = (
