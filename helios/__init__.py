@@ -36,6 +36,7 @@ __all__ = [
     "ReadOnlyError",
     "RunMismatchError",
     "SaveError",
+    "Scores",
     "Signals",
     "StateError",
     "Trainer",

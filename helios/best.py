@@ -7,7 +7,7 @@ finite one as the validation computed it, the earlier one at a tie; NaN and infi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -16,6 +16,34 @@ from helios.text import number_text, with_step
 
 Mode: TypeAlias = Literal["min", "max"]
 Item = TypeVar("Item")
+
+
+class Scores(Mapping[str, float]):
+    """The scores of an evaluation that are single numbers, by name; always true, even if empty.
+
+    Args:
+        scores: the numbers, in the order of the model's table.
+    """
+
+    def __init__(self, scores: Mapping[str, float]) -> None:
+        self._scores = dict(scores)
+
+    def __getitem__(self, name: str) -> float:
+        return self._scores[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._scores)
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def __bool__(self) -> bool:
+        """Return True: ``assert trainer.test(...)`` holds, as in helios-ml."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"Scores({self._scores})"
+
 
 NO_MODE = cast(Mode, None)
 """Stands for a mode that was not passed, which :func:`check_mode` refuses."""

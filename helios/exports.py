@@ -1,5 +1,6 @@
 """What ``from helios import ...`` finds; imported when the first of these names is used."""
 
+from helios.best import Scores as Scores
 from helios.checkpoint.options import KeepBest as KeepBest
 from helios.checkpoint.retention import find_best_checkpoint as find_best_checkpoint
 from helios.checkpoint.store import CheckpointStore as CheckpointStore

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from helios.best import Scores
 from helios.checkpoint.file_names import find_last_checkpoint
 from helios.checkpoint.schema_upgrades import (
     get_trainer_safe_types_for_load,
     register_trainer_types_for_safe_load,
 )
 from helios.checkpoint.store import CheckpointStore
+from helios.core.loss_means import as_numbers
 from helios.counters import Phase, TrainingState, TrainingUnit
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
@@ -386,8 +388,8 @@ class Trainer:
 
     def validate(
         self, model: Model, datamodule: DataModule, *, checkpoint: Choice = "auto"
-    ) -> bool:
-        """Validate a checkpoint once; the scores are in ``model.metrics``.
+    ) -> Scores:
+        """Validate a checkpoint once; returns its scores, which are in ``model.metrics``, too.
 
         ``checkpoint`` is as in :meth:`test`. These hooks and methods are called, in this order::
 
@@ -414,10 +416,10 @@ class Trainer:
                 teardown()
         """
         self._call(Phase.VALIDATION, model, datamodule, checkpoint=checkpoint)
-        return True
+        return Scores(as_numbers(model.metrics))
 
-    def test(self, model: Model, datamodule: DataModule, *, checkpoint: Choice = "auto") -> bool:
-        """Test a checkpoint; the scores are in ``model.test_scores``.
+    def test(self, model: Model, datamodule: DataModule, *, checkpoint: Choice = "auto") -> Scores:
+        """Test a checkpoint; returns its scores, which are in ``model.test_scores``, too.
 
         ``checkpoint`` is ``"newest"``, ``"best"`` (by the score of ``KeepBest``, or else of
         ``EarlyStopping``), a file, or ``None`` for no checkpoint. If it is omitted after a regular
@@ -439,7 +441,7 @@ class Trainer:
         for ``valid_step``.
         """
         self._call(Phase.TESTING, model, datamodule, checkpoint=checkpoint)
-        return True
+        return Scores(as_numbers(model.test_scores))
 
     def predict(
         self, model: Model, datamodule: DataModule, *, checkpoint: Choice = "auto"

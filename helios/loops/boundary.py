@@ -82,7 +82,7 @@ class Boundary:
         run.place = Place.BOUNDARY
         if kind.agrees and not self._settle(ends_window=True):
             is_quiet = not kind.is_counted or run.state.current_iteration < self._next_due
-            if is_quiet:
+            if is_quiet and not due.is_out_of_steps(self._schedule, run.state):
                 return False
         # At the end of a run by steps, nothing is validated or saved just because it is due.
         is_open = kind is EPOCH or not run.is_stopping
@@ -91,10 +91,11 @@ class Boundary:
             end_epoch()
         elif has_validated:
             self._settle()
+        self.check_limits()
         if kind.is_counted:
-            self.check_limits()
             self._next_due = due.find_next(self._schedule, run.state)
         is_due = kind.is_counted and is_open and due.is_save_due(self._schedule, run.state)
+        is_due |= has_validated and self._schedule.saves_validated
         self._pass_safe_point(is_due=is_due)
         return self._leave(kind, has_validated=has_validated)
 

@@ -12,7 +12,7 @@ import torch
 from helios.checkpoint import file_names
 from helios.checkpoint.capture import choose_trained
 from helios.checkpoint.record import Record
-from helios.errors import Interrupted
+from helios.errors import Interrupted, UsageError
 from helios.replicas.on_all_ranks import on_first
 from helios.start import run_identity, run_log
 from helios.start.changes import Declared, compare_fresh
@@ -32,6 +32,7 @@ def fit(run: Run) -> bool | Interrupted:
     reason = run_identity.find_end(run.options, origin.loaded)
     declared = Declared.compare(run, origin, is_finished=bool(reason))
     if reason:
+        _refuse_again(run)
         _restore_end(run, origin, declared, reason)
         return True
     on_first(run.replicas, partial(require_writable, run.options, run.model.save_name))
@@ -126,6 +127,15 @@ def _describe_end(training: Training) -> str:
         newest=newest,
         has_report=bool(training.recorders),
     )
+
+
+def _refuse_again(run: Run) -> None:
+    if run.is_again:
+        raise UsageError(
+            f"The run {run.name!r} in {run.folder} was finished by an earlier fit of this script, "
+            "so this one would train nothing. Give each model a save_name of its own, such as "
+            'Net("fold-2"), or pass Trainer(resume="never") to train it anew.'
+        )
 
 
 def _restore_end(run: Run, origin: Origin, declared: Declared, reason: str) -> None:

@@ -53,7 +53,12 @@ def perform(run: Run) -> Any:
         SystemExit: after the call that ``helios replay`` waits for.
     """
     request = ReplayRequest.current
-    return _perform(run) if request is None else request.answer(run, _perform)
+    if request is not None:
+        return request.answer(run, _perform)
+    result = _perform(run)
+    if run.phase is Phase.TRAINING and result is True:
+        run.note_finished()
+    return result
 
 
 def _perform(run: Run) -> Any:

@@ -102,10 +102,11 @@ def _make_engine(options: Options, device: torch.device) -> Engine:
     )
 
 
-class _Running:
-    """The call that this process runs; a forked child has none."""
+class _Process:
+    """The call that this process runs, of which a forked child has none, and what it trained."""
 
     calls: ClassVar[dict[int, object]] = {}
+    finished: ClassVar[set[Path]] = set()
 
 
 @contextmanager
@@ -120,7 +121,7 @@ def only_call() -> Iterator[None]:
     """
     own, pid = object(), os.getpid()
     # One step, so that of two threads that start at once one is refused.
-    if _Running.calls.setdefault(pid, own) is not own:
+    if _Process.calls.setdefault(pid, own) is not own:
         raise UsageError(
             "A process must run one call at a time, but fit, validate, test or predict was called "
             "while another one is running: inside a hook, or in another thread. Set "
@@ -130,7 +131,7 @@ def only_call() -> Iterator[None]:
     try:
         yield
     finally:
-        del _Running.calls[pid]
+        del _Process.calls[pid]
 
 
 @final
@@ -158,6 +159,7 @@ class Run:
         reason_to_load: why it is not, if no checkpoint was asked for; empty for other models.
         replay: the part of a run that is only repeated, once it is found; ``None`` to train.
         handed: the state of a trained model, for ranks that set it up again.
+        is_again: whether this process has finished the run before.
         torch_seed: what PyTorch was seeded with when the trainer was called.
         queue: receives what spawned ranks send; ``None`` before there were any.
         assigned: the attributes of objects before and after a set-up in the launcher, by id.
@@ -212,7 +214,13 @@ class Run:
         self.assigned: dict[int, tuple[dict[str, Any], dict[str, Any]]] = (
             {} if before is None else before.assigned
         )
+        self.is_again = options.has_new_length and self.folder in _Process.finished
         self._be_idle()
+
+    def note_finished(self) -> None:
+        """Note that a training has ended: the same one again is a mistake of the script."""
+        if self.folder is not None:
+            _Process.finished.add(self.folder)
 
     def _choose(self, checkpoint: Choice, last: TrainedModel | None) -> None:
         """Decide what is evaluated."""
@@ -672,4 +680,5 @@ class Run:
 _SENT = (
     *("phase", "options", "plugins", "table", "loops", "model", "datamodule", "passed_through"),
     *("choice", "is_as_it_is", "reason_to_load", "replay", "handed", "torch_seed"),
+    "is_again",
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -16,6 +17,8 @@ from helios.core.loss_means import as_numbers
 from helios.counters import Phase
 from helios.listeners import RunListener
 from helios.plugins.averaging import WeightAverage
+from helios.protocols import Clock
+from helios.run_state import RunState
 from helios.start.level import Reproducibility, find_compiled
 from helios.start.origin import Origin
 from helios.start.run import Run
@@ -23,6 +26,38 @@ from helios.start.run_identity import is_shortened
 from helios.start.run_log import log_places
 
 _LOGGER = logging.getLogger(__name__)
+
+
+@final
+class SaveTimer(RunListener):
+    """Requests a save if the last one is too long ago, by the clock of this process.
+
+    Args:
+        run: the run.
+        seconds: the time between two saves.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, run: RunState, seconds: float, clock: Clock = time.monotonic) -> None:
+        self._run = run
+        self._seconds = seconds
+        self._clock = clock
+        self._next = clock() + seconds
+
+    def opened(self) -> None:
+        """Start the time: what came before was no training."""
+        self._next = self._clock() + self._seconds
+
+    def saving(self) -> Mapping[str, Any]:
+        """Start the time anew."""
+        self.opened()
+        return {}
+
+    def check(self) -> None:
+        """Request a save at the next safe point, if it is time."""
+        if self._clock() >= self._next:
+            self.opened()
+            self._run.asked.is_checkpoint_wanted = True
 
 
 @final

@@ -42,7 +42,7 @@ from helios.start.recorders import make_recorders
 from helios.start.resume import PendingLoad
 from helios.start.run import LOOP_PATH, Run
 from helios.start.run_log import ScoreLog, describe_run, warn_of_idle_options
-from helios.start.saves import Saves
+from helios.start.saves import Saves, SaveTimer
 from helios.start.stateful import find_stranded_generators
 from helios.terminal import root_logger as log
 from helios.text import count_text, with_step
@@ -180,7 +180,17 @@ def set_up_training(
         )
     folder = origin.folder if options.can_save else None
     scores = ScoreLog(None if folder is None else folder.options.keep_best)
+    state = RunState(
+        best=BestSoFar(find_best_rule(options, run.plugins.values(), run.model)),
+        has_changed=origin.is_branch or origin.goes_back,
+    )
+    ask = ask or partial(run.signals.ask, run_log.describe_signal(saves=options.can_save))
     listeners: list[RunListener] = [scores, *recorders]
+    if schedule.save_seconds is not None and options.can_save and run.replicas.rank == 0:
+        # Its wishes travel with the requests, so that all processes save at the same step.
+        timer = SaveTimer(state, schedule.save_seconds)
+        listeners.append(timer)
+        ask = _with_timer(timer, ask)
     run.listeners = recorders
     # The last one is called first.
     for listener in reversed(listeners):
@@ -196,7 +206,6 @@ def set_up_training(
     )
     _show_banner(run, origin, level, schedule)
     run_log.say_how_schedulers_step(run.model, schedulers, schedule)
-    what = run_log.describe_signal(saves=options.can_save)
     pending = PendingLoad(allows_length="length" in options.allow_changes)
     parts = RunParts(
         model=run.model,
@@ -204,10 +213,7 @@ def set_up_training(
         hooks=run.hooks,
         display=run.display,
         seed=options.seed,
-        run=RunState(
-            best=BestSoFar(find_best_rule(options, run.plugins.values(), run.model)),
-            has_changed=origin.is_branch or origin.goes_back,
-        ),
+        run=state,
         schedule=schedule,
         sources=run.sources,
         plugins=run.plugins,
@@ -223,7 +229,7 @@ def set_up_training(
         findings=findings,
         run_folder=None if origin.folder is None else origin.folder.path,
         is_replay=run.replay is not None,
-        outside=ask or partial(run.signals.ask, what),
+        outside=ask,
         check_record=partial(_require_complete, run),
         note_last_safe_point=run.signals.note_safe_point,
         finish_load=pending.finish,
@@ -233,6 +239,14 @@ def set_up_training(
     log_order(run.plugins, run.hooks)
     found = (scores, recorders, listeners, changes, machine, stranded)
     return Training(run, origin, definition, parts, pending, saves, *found)
+
+
+def _with_timer(timer: SaveTimer, ask: Callable[[], str]) -> Callable[[], str]:
+    def look() -> str:
+        timer.check()
+        return ask()
+
+    return look
 
 
 def _numerics(run: Run, known: Record | None) -> AbstractContextManager[None]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ import helios.data as hld
 import helios.model as hlm
 import helios.trainer as hlt
 from helios.core import rng
-from tests.start.test_arguments import DEFAULTS
 from tests.support.kills import kill_self, run_in_child
 from tests.support.runs import digest
 
@@ -280,7 +277,7 @@ def test_a_script_of_helios_1_is_tested_on_its_newest_checkpoint(tmp_path: Path)
     """`fast_init` in `setup` and `load_state_dict`."""
     whole = run_script(tmp_path, "epoch", 0)
     model = Classifier()
-    assert make_trainer(tmp_path).test(model, PointsModule()) is True
+    assert make_trainer(tmp_path).test(model, PointsModule())
     assert model._fast_init == [True, True]
     assert digest(model._net.state_dict()) == whole["weights"]
     assert model._test_scores == {"count": 7}
@@ -350,15 +347,6 @@ class Manual(hlm.Model):
 def test_names_are_found_where_scripts_import_them(module: str, names: str) -> None:
     found = vars(importlib.import_module(module))
     assert [name for name in names.split() if name not in found] == []
-
-
-@pytest.mark.shows("H66", "R34")
-def test_the_arguments_of_a_trainer_keep_order_and_defaults() -> None:
-    """All may be given by position."""
-    historical = dict(islice(DEFAULTS.items(), 23))
-    parameters = list(inspect.signature(hlt.Trainer).parameters.values())[: len(historical)]
-    assert {p.name: p.default for p in parameters} == historical
-    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
 @pytest.mark.shows("H65", "C9")

@@ -82,7 +82,7 @@ def test_no_data_is_no_error_and_no_event() -> None:
             return
 
     log = EventLog()
-    assert _trainer(None, log).test(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None) is True
+    assert _trainer(None, log).test(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None)
     assert log.events == [("teardown",)]
     assert _trainer(None).predict(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None) == []
 

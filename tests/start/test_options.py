@@ -139,6 +139,7 @@ enable_tensorboard=False enable_file_logging=False capture_warnings=False enable
 chkpt_root=None log_path=None run_path=None src_root=None import_prefix='' print_banner=True"""
 
 
+@pytest.mark.shows("H66", "R34")
 def test_what_helios_ml_takes_by_position_stands_first_and_in_its_order() -> None:
     found = inspect.signature(helios.Trainer).parameters.values()
     by_position = [each for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]

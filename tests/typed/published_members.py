@@ -30,6 +30,9 @@ from helios import (
     Unit,
     WeightedLoss,
 )
+from helios import (
+    Scores as Evaluated,
+)
 from helios.ledger import Replay
 from helios.loops import BatchLoop, EvaluationLoop, FitLoop
 from helios.model import BatchProcessor, Processed
@@ -162,8 +165,8 @@ def call_trainer(plugin: Plugin, model: Model, data: DataModule) -> Replay:
     """After ``fit``, whose trainer is still known to everything that it has used."""
     assert plugin.trainer is not None
     assert_type(plugin.trainer.fit(model, data), bool)
-    assert_type(plugin.trainer.validate(model, data, checkpoint="newest"), bool)
-    assert_type(model.trainer.test(model, data), bool)
+    assert_type(plugin.trainer.validate(model, data, checkpoint="newest"), Evaluated)
+    assert_type(model.trainer.test(model, data), Evaluated)
     assert_type(data.trainer.predict(model, data), list[Any])
     plugin.trainer.fit_loop = FitLoop()
     plugin.trainer.test_loop = model.trainer.test_loop
