@@ -62,14 +62,14 @@ def a_resume_does_not_repeat_the_poll_behind_its_safe_point(resume, boundary, ki
 
 
 @fault(
-    "helios.start.fit:Training._finish_load",
+    "helios.start.resume:PendingLoad.finish",
     "tests/integration/test_resume.py::test_a_hook_behind_the_safe_point_draws_the_same_numbers",
 )
-def generators_are_not_restored(finish_load, training, is_complete):
+def generators_are_not_restored(finish, pending, is_complete):
     from helios.core import rng
 
-    training._randomness = rng.read_states()
-    finish_load(training, is_complete)
+    pending._randomness = rng.read_states()
+    finish(pending, is_complete)
 
 
 @fault("helios.state.optimizers:load_state", RESUMED)
@@ -309,7 +309,7 @@ def a_run_at_its_end_is_relabelled(has_ended, options, record):
 
 
 @fault(
-    "helios.start.changes:refuse_other_values",
+    "helios.start.changes:_refuse_other_values",
     f"{CHANGED}::test_a_finished_run_refuses_other_values",
 )
 def a_finished_run_shows_its_scores_for_other_values(refuse_other_values, *args, **options):
