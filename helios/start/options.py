@@ -412,7 +412,8 @@ class Options:
                 if self._differs(name) and self._differs(other):
                     rule = f"{getattr(Options, name)} with {other} set"
                     raise _refusal(name, rule, getattr(self, name), "Omit one of them.")
-            if row.needs and self._differs(name) and getattr(self, row.needs) is None:
+            is_set = self._differs(name) and getattr(self, name) is not None
+            if row.needs and is_set and getattr(self, row.needs) is None:
                 rule, remedy = f"a folder with {name} set", f"Pass {row.needs}=Path(...)."
                 raise _refusal(row.needs, rule, None, remedy)
 

@@ -119,6 +119,7 @@ def test_a_number_counts_epochs_or_steps_and_none_is_never(tmp_path: Path) -> No
     never: dict[str, Any] = {"valid_frequency": None, "chkpt_frequency": None}
     assert fit(tmp_path / "c", max_epochs=1, **never).validated == []
     assert saved(tmp_path / "c") == []
+    assert fit(None, max_epochs=1, **never).validated == []
     assert fit(tmp_path / "d", max_epochs=1, data=Unvalidated).validated == []
 
 
