@@ -144,14 +144,16 @@ class LoneAgreement(Agreement):
 
     def agree_on_skip(self) -> bool:
         """Return whether this process, which is the only one, skips the current update."""
-        return bool(self._run.pop_skip_reason())
+        run = self._run
+        is_skipped, run.skip_reason = bool(run.skip_reason), ""
+        return is_skipped
 
     def settle(self, *, ends_window: bool = False) -> bool:
         """Return whether this process, which is the only one, has requested anything."""
-        if self._look_around():
-            assert self._writer is not None
+        agreed = self._run.agreed
+        if self._look_around() and self._writer is not None:
             self._writer.raise_failure()
-        return self._run.is_leaving or self._run.agreed.is_checkpoint_wanted
+        return bool(agreed.stop_reason or agreed.interruption or agreed.is_checkpoint_wanted)
 
 
 @final
@@ -230,9 +232,9 @@ class SharedAgreement(Agreement):
 
     def _ask(self) -> tuple[bool, ...]:
         """Return the requests of this process; a requested checkpoint is cleared."""
-        is_alarm, asked = self._look_around(), self._run.asked
+        has_failed, asked = self._look_around(), self._run.asked
         is_wanted, asked.is_checkpoint_wanted = asked.is_checkpoint_wanted, False
-        return is_wanted, bool(asked.stop_reason), bool(asked.interruption), is_alarm
+        return is_wanted, bool(asked.stop_reason), bool(asked.interruption), has_failed
 
     def agree_on_skip(self) -> bool:
         """Return what was exchanged before the gradients; otherwise, ask now."""
@@ -249,7 +251,7 @@ class SharedAgreement(Agreement):
         if not known or self._asks_late or not ends_window:
             found = self._replicas.agree(*self._ask())
             known = [*map(operator.or_, known, found)] if known else found
-        is_wanted, stops, interrupts, is_alarm = known
+        is_wanted, stops, interrupts, has_failed = known
         asked, agreed = run.asked, run.agreed
         agreed.is_checkpoint_wanted |= is_wanted
         if stops or interrupts:
@@ -257,25 +259,6 @@ class SharedAgreement(Agreement):
             stop, interruption = (next(filter(None, said), "") for said in zip(*texts, strict=True))
             asked.stop_reason = agreed.stop_reason = agreed.stop_reason or stop
             asked.interruption = agreed.interruption = agreed.interruption or interruption
-        if is_alarm and self._writer is not None:
+        if has_failed and self._writer is not None:
             self._writer.raise_failure()
-        return run.is_leaving or agreed.is_checkpoint_wanted
-
-
-def make_agreement(
-    replicas: Replicas,
-    run: RunState,
-    outside: Callable[[], str],
-    writer: CheckpointWriter | None,
-) -> Agreement:
-    """Return how the processes of a run agree; chosen once, at its start.
-
-    Args:
-        replicas: the replicas of the run.
-        run: as in :class:`Agreement`.
-        outside: as in :class:`Agreement`.
-        writer: as in :class:`Agreement`.
-    """
-    if replicas.has_single_replica:
-        return LoneAgreement(run, outside, writer)
-    return SharedAgreement(run, outside, writer, replicas)
+        return bool(agreed.stop_reason or agreed.interruption or agreed.is_checkpoint_wanted)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from helios.checkpoint.checkpoint_writer import CheckpointWriter
 from helios.checkpoint.record import Record
@@ -28,13 +28,9 @@ from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin, PluginStates
 from helios.replicas.gradients import Gradients
-from helios.replicas.replica_runner import (
-    ReplicaRunner,
-    SharedReplicaRunner,
-    make_replica_runner,
-)
+from helios.replicas.replica_runner import ReplicaRunner, SharedReplicaRunner
 from helios.replicas.replicas import Replicas
-from helios.requests import Agreement, make_agreement
+from helios.requests import Agreement, LoneAgreement, SharedAgreement
 from helios.run_state import RunState
 from helios.schedule import Schedule
 from helios.state.owners import Owners
@@ -42,30 +38,10 @@ from helios.state.steps import IdleWatch, ReplicaWatch
 from helios.storage.tensorboard_writer import TensorboardWriter
 from helios.terminal.progress import Display
 
+if TYPE_CHECKING:
+    from helios.loops.loop import LoopStates
+
 _OF_ENGINES = [event.name for event in EVENTS.values() if Receiver.ENGINE in event.receivers]
-
-
-class States(Protocol):
-    """The states of plugins or of loops, by name."""
-
-    def capture(self) -> dict[str, Any]:
-        """Return their states by name."""
-        ...
-
-    def restore(self, states: Mapping[str, Any]) -> None:
-        """Give them their states."""
-        ...
-
-
-class NoStates:
-    """Nothing with state."""
-
-    def capture(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def restore(self, states: Mapping[str, Any]) -> None:
-        """Do nothing."""
 
 
 def get_no_scalars() -> None:
@@ -90,6 +66,7 @@ class RunParts:
         hooks: the receivers of each event.
         display: the progress bars.
         seed: the run's seed.
+        loop_states: states of the loops, by role path.
         run: what changes while it goes on.
         schedule: the options that decide when something happens.
         sources: the data of each phase that has any, one source per loader.
@@ -102,7 +79,6 @@ class RunParts:
         get_scalars: returns the event files of this process, outside fit and on other ranks than 0
             ``None``.
         sanity_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
-        loop_states: states of the loops, by role path.
         owner_states: plain attributes of plugins, data module, loops and engine.
         findings: what limits the reproducibility of the run.
         run_folder: folder of the run's checkpoints and records.
@@ -121,6 +97,7 @@ class RunParts:
     hooks: Bus
     display: Display
     seed: int
+    loop_states: LoopStates
     run: RunState = field(default_factory=RunState)
     schedule: Schedule = field(default_factory=Schedule)
     sources: dict[Phase, list[Source]] = field(default_factory=dict)
@@ -132,7 +109,6 @@ class RunParts:
     run_listeners: Sequence[RunListener] = ()
     get_scalars: Callable[[], TensorboardWriter | None] = get_no_scalars
     sanity_steps: int = 0
-    loop_states: States = field(default_factory=NoStates)
     owner_states: Owners = field(default_factory=Owners)
     findings: Findings = field(default_factory=Findings)
     run_folder: Path | None = None
@@ -171,7 +147,9 @@ class RunParts:
     @cached_property
     def agreement(self) -> Agreement:
         """How all processes agree on what is requested."""
-        return make_agreement(self.replicas, self.run, self.outside, self.writer)
+        if self.replicas.has_single_replica:
+            return LoneAgreement(self.run, self.outside, self.writer)
+        return SharedAgreement(self.run, self.outside, self.writer, self.replicas)
 
     @cached_property
     def loss_means(self) -> LossMeans:
@@ -204,6 +182,13 @@ class RunParts:
     @cached_property
     def runner(self) -> ReplicaRunner:
         """Runs the steps of the replicas of this process."""
+        return self.shared_runner or ReplicaRunner(self.seed, self.iteration)
+
+    @cached_property
+    def shared_runner(self) -> SharedReplicaRunner | None:
+        """The runner if there are several replicas; ``None`` for a single one."""
+        if self.replicas.has_single_replica:
+            return None
         watch = ReplicaWatch(
             type(self.model).__name__,
             self.model.discovery,
@@ -211,17 +196,12 @@ class RunParts:
             findings=self.findings,
             gather=self.replicas.gather_objects,
         )
-        return make_replica_runner(
+        return SharedReplicaRunner(
             self.replicas,
             self.seed,
-            model=self.model,
-            gradients=self.gradients,
-            iteration=self.iteration,
-            watch=watch,
-            agreement=self.agreement,
+            self.model,
+            self.gradients,
+            self.iteration,
+            watch,
+            self.agreement,
         )
-
-    @property
-    def shared_runner(self) -> SharedReplicaRunner | None:
-        """The runner if there are several replicas; ``None`` for a single one."""
-        return self.runner if isinstance(self.runner, SharedReplicaRunner) else None

@@ -262,8 +262,12 @@ class ShardingPlan:
             is_copied = self._is_listed and self.share.num_replicas > 1
             return list(map(list, items)) if is_copied else items
         least = self._size if self._drop_last else 1
-        hands = [window[replica % stride :: stride] for replica in replicas]
-        return [hand for hand in hands if len(hand) >= least]
+        hands = []
+        for replica in replicas:
+            hand = window[replica % stride :: stride]
+            if len(hand) >= least:
+                hands.append(hand)
+        return hands
 
 
 def _skip(

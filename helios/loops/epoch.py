@@ -18,8 +18,9 @@ from helios.errors import UsageError
 from helios.findings import FindingKind
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
-from helios.loops.loop import Loop, make_stray_stop, moves_batches, require
+from helios.loops.loop import Loop, make_stray_stop, moves_batches
 from helios.loops.optimizer import OptimizerLoop
+from helios.replicas.replica_runner import SharedReplicaRunner
 from helios.replicas.replicas import Replicas
 from helios.run_parts import RunParts
 from helios.run_state import Place
@@ -33,7 +34,7 @@ _IDLE_BATCHES = 100
 class BatchLoop(Loop):
     """The default batch loop: moves the batch of a replica to the device and trains on it."""
 
-    _bound: ClassVar[str] = "_moves _prepares"
+    _bound: ClassVar[str] = "_moves _prepares _train"
     _internals: ClassVar[str] = f"{_bound} _is_done optimizer_loop"
 
     roles = ("optimizer_loop",)
@@ -50,6 +51,9 @@ class BatchLoop(Loop):
         self._is_done = False
 
     def _bind(self, parts: RunParts) -> None:
+        child = self.optimizer_loop
+        # Helios' own has one round for each batch.
+        self._train = child.run if child._has_own_cycle else child.advance
         self._moves = moves_batches(parts)
         is_mapped = "process_training_batch" in parts.hooks.active
         is_own = type(self).prepare is not BatchLoop.prepare
@@ -67,10 +71,7 @@ class BatchLoop(Loop):
     def advance(self, batch: Any) -> None:
         """Train on the batch of one replica."""
         self._is_done = True
-        child = self.optimizer_loop or require(self.optimizer_loop)
-        # Helios' own has one round for each batch.
-        train = child.run if child._has_own_cycle else child.advance
-        train(self.prepare(batch) if self._prepares else batch)
+        self._train(self.prepare(batch) if self._prepares else batch)
 
     def prepare(self, batch: Any) -> Any:
         """Return a batch on the device, as the owner of ``process_training_batch`` maps it.
@@ -129,7 +130,9 @@ class EpochLoop(Loop):
         self._runner, self._shared = parts.runner, parts.shared_runner
         self._iteration = parts.iteration
         self._iteration_ended = parts.listeners.iteration_ended
-        self._train = self._train_alone if self._shared is None else self._train_replicas
+        child = self.batch_loop
+        # Helios' own has one round for each batch.
+        self._train = child.run if child._has_own_cycle else child.advance
         self._step_started = parts.hooks.find("on_training_step_start")
         self._batch_started = parts.hooks.find("on_training_batch_start")
         self._batch_ended = parts.hooks.find("on_training_batch_end")
@@ -227,7 +230,7 @@ class EpochLoop(Loop):
         if self._must_open:
             # A subclass has an on_run_start of its own.
             self._open()
-        run, batches = self._run, self._batches
+        run, runner, batches = self._run, self._runner, self._batches
         run.place = Place.NEXT_BATCH
         found = next(batches)
         if batches.skipped[0]:
@@ -235,33 +238,33 @@ class EpochLoop(Loop):
         for notify in self._parts.listeners.batches_fetched:
             numbers = notify(found, batches.indices, batches.contents)
             if numbers:
-                self._runner.add_with_losses(numbers)
+                runner.add_with_losses(numbers)
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
         run.place = Place.STEP
         try:
-            self._train(found, opens_window)
+            if self._shared is None:
+                runner.has_collected = False
+                self._train(found[0])
+                if not runner.has_collected:
+                    self._check_lost_step()
+            else:
+                self._train_replicas(self._shared, found, opens_window)
             self._end_iteration(batches)
         except StopIteration as error:
             raise make_stray_stop(error) from error
 
-    def _train_alone(self, batches: Sequence[Any], opens_window: bool) -> None:
-        """Train on the batch of a single replica."""
-        child = self.batch_loop or require(self.batch_loop)
-        self._runner.has_collected = False
-        # Helios' own has one round for each batch.
-        train = child.run if child._has_own_cycle else child.advance
-        train(batches[0])
-        if not self._runner.has_collected:
-            self._check_lost_step()
-
-    def _train_replicas(self, batches: Sequence[Any], opens_window: bool) -> None:
+    def _train_replicas(
+        self, shared: SharedReplicaRunner, batches: Sequence[Any], opens_window: bool
+    ) -> None:
         """Train on the batches of the replicas of this process, one after another."""
-        run, shared = self._run, self._shared
-        assert shared is not None
+        run = self._run
         for replica, batch in zip(self._parts.replicas.local_replicas, batches, strict=True):
             shared.begin(replica, opens_window=opens_window)
             run.batch = run.raw_batch = batch
-            self._train_alone((batch,), opens_window)
+            shared.has_collected = False
+            self._train(batch)
+            if not shared.has_collected:
+                self._check_lost_step()
             shared.end(ends_window=self._state.is_step_boundary)
 
     def _check_lost_step(self) -> None:
@@ -499,7 +502,7 @@ class EpochLoop(Loop):
     def _end_iteration(self, batches: BatchIterator) -> None:
         """Emit the end events of an iteration, notify listeners, and move the cursor."""
         run, state, iteration = self._run, self._state, self._iteration
-        losses = self._parts.model.loss_items
+        losses = self._parts.model._loss_items
         if state.is_step_boundary:
             run.is_window_open = False
             if run.skip_reason:
@@ -546,7 +549,7 @@ class EpochLoop(Loop):
 
     def _validate(self) -> bool:
         try:
-            return bool(require(self.val_loop).run())
+            return bool(self.val_loop.run())
         except StopIteration as error:
             raise make_stray_stop(error) from error
         finally:

@@ -15,7 +15,7 @@ from helios.engines.engine import Engine, redefines
 from helios.errors import UsageError
 from helios.loops.boundary import EPOCH, STEP, Boundary, check_weights
 from helios.loops.epoch import EpochLoop
-from helios.loops.loop import Loop, make_stray_stop, require
+from helios.loops.loop import Loop, make_stray_stop
 from helios.run_parts import RunParts
 from helios.state.steps import find_lazy
 from helios.terminal import root_logger as log
@@ -48,7 +48,7 @@ class FitLoop(Loop):
     def done(self) -> bool:
         """Whether the run should end; requests between epochs wait for a safe point."""
         if self._has_run:
-            return require(self.epoch_loop).has_left
+            return self.epoch_loop.has_left
         return self._run.is_leaving and not self._run.is_in_epoch
 
     def reset(self) -> None:
@@ -106,7 +106,7 @@ class FitLoop(Loop):
         """Validate a few batches before the first step of a new run, if requested."""
         parts, is_resumed = self._parts, self._run.is_resumed
         if parts.sanity_steps and not is_resumed and Phase.VALIDATION in parts.sources:
-            val_loop = require(require(self.epoch_loop)._children().get("val_loop"))
+            val_loop = self.epoch_loop._children()["val_loop"]
             with trying(parts, val_loop):
                 try:
                     val_loop.run()
@@ -115,7 +115,7 @@ class FitLoop(Loop):
 
     def advance(self) -> None:
         """Run one epoch."""
-        child = require(self.epoch_loop)
+        child = self.epoch_loop
         try:
             child.run()
         except StopIteration as error:

@@ -37,17 +37,6 @@ _TAKING = ("on_run_start", "on_advance_start", "advance")
 _CYCLE = {*_HOOKS, "advance", "on_run_end", "on_skip", "done"}
 
 
-def require(loop: Child | None) -> Child:
-    """Return a child loop that must be set by now.
-
-    Raises:
-        UsageError: if its role is empty.
-    """
-    if loop is None:
-        raise UsageError("A role of this loop is empty: run it in a trainer, which attaches it.")
-    return loop
-
-
 def make_stray_stop(error: StopIteration) -> UsageError:
     """Make the error for a ``StopIteration`` from a step, which must not end a loop.
 
@@ -202,7 +191,7 @@ class Loop(ABC):
             self._bind(parts)
 
     def _bind(self, parts: RunParts) -> None:
-        """Choose what stays the same in a run, before it begins."""
+        """Choose what stays the same in a run, before it begins and when a child is replaced."""
 
     def connect(self, **loops: Loop) -> None:
         """Replace children by role; roles that a new child leaves empty keep the old one's loops.
@@ -220,6 +209,7 @@ class Loop(ABC):
             setattr(self, role, loop)
             if "_parts" in vars(self):
                 loop._attach(self._parts)
+                self._bind(self._parts)
 
     def _check_child(self, role: str, loop: object) -> None:
         if role not in self.roles:

@@ -229,16 +229,11 @@ class OptimizerLoop(Loop):
         Raises:
             UsageError: if ``StopIteration`` is raised, which must not end a loop.
         """
-        runner, shared, num_shared = self._runner, self._shared, 0
+        runner, num_shared, watch = self._runner, 0, None
         self._is_done = True
-        if not self._has_begun:
-            # A resume restores the table as a batch has left it.
-            items = self._model.loss_items.items()
-            self._shown = {name: loss for name, loss in items if name.startswith("loss")}
-        watch = None if shared is None else shared.begin_step()
+        if self._shared is not None or self._reads_gradients or not self._has_begun:
+            watch = self._open_step()
         runner.has_collected = False
-        if runner.begins_window or self._reads_gradients:
-            self._open_step()
         try:
             for each in self._take_step(batch):
                 if not runner.has_collected:
@@ -262,17 +257,35 @@ class OptimizerLoop(Loop):
                 raise make_stray_stop(stop) from error
             raise
 
-    def _open_step(self) -> None:
-        """Let ``.grad`` be empty before a micro-batch, where users read it."""
+    def _open_step(self) -> ReplicaWatch | None:
+        """Begin a step of a replica, with an empty ``.grad`` where users read it.
+
+        Returns:
+            What watches the step, or ``None``.
+        """
+        runner, shared, watch = self._runner, self._shared, self._runner.watch
+        if not self._has_begun:
+            # A resume restores the table as a batch has left it.
+            items = self._model._loss_items.items()
+            self._shown = {name: loss for name, loss in items if name.startswith("loss")}
+        if shared is not None:
+            if shared.has_stepped:
+                shared.begin_again()
+            shared.has_stepped = True
+        if watch is not None:
+            watch.conclude("process_training_batch")
+        if not runner.begins_window and not self._reads_gradients:
+            return watch
         if self._has_own_losses:
             # Weights may change between its losses. What has changed is seen when it is done.
-            self._runner.watch = None
+            runner.watch = None
         optimizers = self._find_optimizers().values() if self._run.is_manual is False else ()
-        if self._runner.begins_window:
+        if runner.begins_window:
             for optimizer in optimizers:
                 self._gradients.drop_old(optimizer)
         if self._reads_gradients:
             self._gradients.set_aside(x for each in optimizers for x in parameters_of(each))
+        return watch
 
     def _backward(self, result: Any, optimizer: Optimizer | None = None) -> Any:
         """Compute the gradients of a loss, between the backward events.
@@ -514,7 +527,7 @@ class OptimizerLoop(Loop):
                 if isinstance(loss, WeightedLoss)
             }
             losses = losses | {name: shown for name, (shown, *_) in weighted.items()}
-        table, shown = self._model.loss_items, self._shown
+        table, shown = self._model._loss_items, self._shown
         # A model that overrides on_training_batch_start without super() does not clear it.
         if table and (table.keys() != shown.keys() or any(table[x] is not shown[x] for x in shown)):
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +64,6 @@ class _Group:
     num_elements: int
     kind: tuple[torch.dtype, torch.device]
 
-    def marks(self, flat: Tensor) -> Tensor:
-        return flat[self.num_elements :]
-
 
 def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
     part = flat[offset : offset + parameter.numel()]
@@ -111,17 +109,20 @@ class FlatGradients:
                 parameter was unfrozen within a window.
         """
         self._check_layout()
-        parameters = self._parameters
-        found = {n: g for n in self._trained if (g := parameters[n].grad) is not None}
-        for number, gradient in found.items():
-            is_alike = gradient.dtype is parameters[number].dtype
-            if gradient.layout is not torch.strided or not is_alike:
+        parameters, found = self._parameters, dict[int, Tensor]()
+        for number in self._trained:
+            gradient = parameters[number].grad
+            if gradient is None:
+                continue
+            has_type = gradient.dtype is parameters[number].dtype
+            if gradient.layout is not torch.strided or not has_type:
                 raise self._make_gradient_error(number, gradient)
+            found[number] = gradient
         missing = set(self._trained).difference(found)
         is_first = buffer is None
         if buffer is None:
             buffer = self._reserve()
-        views = [buffer.views[number] for number in found]
+        views = list(map(buffer.views.__getitem__, found))
         foreach("copy" if is_first else "add", views, list(found.values()))
         self.mark(buffer, missing, is_first=is_first)
         for number in found:
@@ -179,9 +180,12 @@ class FlatGradients:
         return sorted(found, key=lambda bucket: -max(bucket.numbers))
 
     def _check_layout(self) -> None:
-        trained = [n for n, parameter in enumerate(self._parameters) if parameter.requires_grad]
+        trained, forms = list[int](), list[Any]()
+        for number, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                trained.append(number)
+                forms.append((parameter.dtype, parameter.shape, parameter.stride()))
         if self._num_reserved == 0:
-            forms = [(p.dtype, p.shape, p.stride()) for p in self._parameters if p.requires_grad]
             if trained == self._trained and forms == self._forms:
                 return
             self._trained, self._forms = trained, forms
@@ -247,7 +251,7 @@ class FlatGradients:
         now_missing = missing if is_first else buffer.missing & missing
         if is_first or now_missing != buffer.missing:
             for group, flat in zip(self._groups, buffer.flats, strict=True):
-                marks = group.marks(flat)
+                marks = flat[group.num_elements :]
                 if now_missing.isdisjoint(group.offsets):
                     marks.fill_(1)
                 else:
@@ -296,7 +300,7 @@ class FlatGradients:
         if not self._is_agreed:
             self.agree(reducer)
         first, *others = map(sums.__getitem__, reducer.nodes)
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(self._groups if reducer.has_others else ()):
             begin = group.num_elements if only_marks else 0
             reducer.all_reduce({node: b.flats[number][begin:] for node, b in sums.items()})
         for buffer in others:
@@ -323,6 +327,7 @@ class FlatGradients:
         nowhere: set[int] = set()
         for group, flat in zip(self._groups, total.flats, strict=True):
             if not total.missing.isdisjoint(group.offsets):
-                sums = zip(group.offsets, group.marks(flat).tolist(), strict=True)
+                marks = flat[group.num_elements :].tolist()
+                sums = zip(group.offsets, marks, strict=True)
                 nowhere.update(number for number, mark in sums if mark == 0)
         return nowhere

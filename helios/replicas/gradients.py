@@ -185,7 +185,9 @@ class SharedGradients(Gradients):
     def drop_unused(self) -> None:
         """Drop the sums of a window that ended without an update."""
         self.is_open = False
-        self._sums = {key: known for key, known in self._sums.items() if not known.is_open}
+        for key, known in [*self._sums.items()]:
+            if known.is_open:
+                del self._sums[key]
 
 
 def make_gradients(replicas: Replicas, bucket_bytes: int | None = None) -> Gradients:

@@ -182,13 +182,12 @@ class NumberReducer:
         return self._average(self._read(_as_scores(tables), self._cut(parts)))
 
     def _average(self, tables: list[_Scores]) -> dict[str, Tensor]:
-        self.sums, dtype, rounded = _add_up(tables), torch.get_default_dtype(), {}
-        self.means = means = {
-            name: _divide(total, weight or 1.0) for name, (total, weight) in self.sums.items()
-        }
-        for name, mean in means.items():
+        self.sums, dtype, means, rounded = _add_up(tables), torch.get_default_dtype(), {}, {}
+        for name, (total, weight) in self.sums.items():
+            means[name] = mean = _divide(total, weight or 1.0)
             is_far = isinstance(mean, Tensor)
             rounded[name] = mean.to(dtype) if is_far else torch.tensor(mean, dtype=dtype)
+        self.means = means
         return rounded
 
     def _exchange(self, tables: list[_Scores]) -> list[_Scores]:

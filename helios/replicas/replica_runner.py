@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,24 +22,12 @@ from helios.replicas.gradients import Gradients
 from helios.replicas.replicas import Replicas
 from helios.replicas.window_exchange import WindowExchange, make_loss_error
 from helios.requests import Agreement
-from helios.state.discovery import Discovery
 from helios.state.steps import ReplicaWatch
 
+if TYPE_CHECKING:
+    from helios.model.model import Model
+
 Seed = Callable[[int | None], None]
-
-
-class TrainedModel(Protocol):
-    """The part of a model that a runner reads, which stands above it."""
-
-    @property
-    def loss_items(self) -> dict[str, Any]:
-        """The losses of the current batch, by name."""
-        ...
-
-    @property
-    def discovery(self) -> Discovery:
-        """Finds its networks."""
-        ...
 
 
 class ReplicaRunner:
@@ -138,13 +126,14 @@ class SharedReplicaRunner(ReplicaRunner):
 
     Attributes:
         has_message: whether a message is pending that :meth:`receive` reads.
+        has_stepped: whether the current replica has begun a step; the loops set it.
     """
 
     def __init__(
         self,
         replicas: Replicas,
         seed: int,
-        model: TrainedModel,
+        model: Model,
         gradients: Gradients,
         iteration: Iteration,
         watch: ReplicaWatch,
@@ -165,17 +154,14 @@ class SharedReplicaRunner(ReplicaRunner):
         self._seed = seed
         self._number = 0
         self._num_reopened = 0
-        self._has_stepped = False
+        self.has_stepped = False
         # Whether the last replica has finished this iteration.
         self._is_over = False
+        self._is_watched = False
         self.keeps_batches = replicas.is_sharded_over_processes
         self._after = rng.KeySeries(seed, "train", suffix=("after",))
         self._own = {r: rng.KeySeries(seed, "train", suffix=(r,)) for r in replicas.local_replicas}
-        self._go_to(self._first)
-
-    def _go_to(self, replica: int) -> None:
-        self.replica = replica
-        self.is_first, self.is_last = replica == self._first, replica == self._last
+        self.replica, self.is_first, self.is_last = self._first, True, self._first == self._last
 
     def add_with_losses(self, numbers: Sequence[float]) -> None:
         """Send numbers with the losses."""
@@ -190,6 +176,7 @@ class SharedReplicaRunner(ReplicaRunner):
         self._number = iteration
         self._num_reopened = 0
         self._is_over = False
+        self._is_watched = self._watch.is_due(iteration)
         rng.reseed(self._before.at(iteration))
 
     def begin(self, replica: int, *, opens_window: bool) -> None:
@@ -199,48 +186,43 @@ class SharedReplicaRunner(ReplicaRunner):
             replica: its number.
             opens_window: whether this iteration is the first of an accumulation window.
         """
-        self._go_to(replica)
-        self._has_stepped = False
+        self.replica = replica
+        self.is_first, self.is_last = replica == self._first, replica == self._last
+        self.has_stepped = False
         self.begins_window = opens_window and self.is_first
         if self.begins_window:
             if not self._knows_buffers:
                 self._buffers.find(self._find_networks().values())
                 self._knows_buffers = True
-            self._buffers.begin_window()
+            if self._buffers.is_exchanged:
+                self._buffers.begin_window()
         if self._buffers.is_exchanged:
             self._buffers.enter(replica)
         rng.reseed(self._own[replica].at(self._number))
-        self._model.loss_items.clear()
-        self.watch = self._watch.begin(self._number)
+        self._model._loss_items.clear()
+        self.watch = self._watch.begin(self._number) if self._is_watched else None
 
-    def begin_step(self) -> ReplicaWatch | None:
-        """Begin a step of the current replica. A batch may have several steps.
+    def begin_again(self) -> None:
+        """Begin a further step of the current replica, on the same batch.
 
-        A further one gets a seed of its own: it must not repeat what the last one has drawn.
-
-        Returns:
-            The watcher of the changes that the step makes, or ``None`` if it is not watched.
+        It gets a seed of its own: it must not repeat what the last one has drawn.
 
         Raises:
-            UsageError: for a second step if other replicas of this process are still to run.
+            UsageError: if other replicas of this process are still to run.
         """
-        if self._has_stepped and self._first != self._last:
+        if self._first != self._last:
             raise UsageError(
                 "A batch loop that runs its optimizer loop several times per batch needs one "
                 f"process per replica, but this one runs "
                 f"{len(self._replicas.local_replicas)}. Start {self._replicas.num_replicas} "
                 "processes."
             )
-        self._has_stepped = True
         if self._is_over:
             self._is_over = False
             self._exchange.reopen()
             self._num_reopened += 1
             fields = ("train", self._number, self.replica, self._num_reopened)
             rng.reseed(rng.key(self._seed, *fields))
-        if self.watch is not None:
-            self.watch.conclude("process_training_batch")
-        return self.watch
 
     def _compare_updates(self, *, is_update: bool) -> None:
         """Check that all processes make the same number of updates, with loops of the user's.
@@ -290,7 +272,7 @@ class SharedReplicaRunner(ReplicaRunner):
         """
         if ends_window and self.is_last and self._agreement.has_own_loops:
             self._compare_updates(is_update=True)
-        table = self._model.loss_items
+        table = self._model._loss_items
         for name, loss in table.items():
             if type(loss) is not Tensor and is_sharded(loss):
                 # A copy of a sum of shards would wait for processes that make none.
@@ -319,10 +301,12 @@ class SharedReplicaRunner(ReplicaRunner):
         Raises:
             UsageError: if the losses in the model's table cannot be averaged.
         """
-        table = self._model.loss_items
+        table = self._model._loss_items
         self.watch = None
         if not self.is_last:
-            self._exchange.keep_losses(self._with_sums(table))
+            self._exchange.keep_losses(
+                self._with_sums(table) if self._iteration.weighted else table
+            )
             if self._buffers.is_exchanged:
                 self._buffers.leave(self.replica)
             return
@@ -332,10 +316,11 @@ class SharedReplicaRunner(ReplicaRunner):
             self._end_last(table, ends_window=ends_window, is_before_update=False)
         if self.has_message:
             self.receive()
-        self._watch.report(self._number)
+        if self._is_watched:
+            self._watch.report()
         iteration, weighted = self._iteration, self._iteration.weighted
-        means = self._exchange.pop_means(self._with_sums(table))
-        added = self._replicas.added
+        means = self._exchange.pop_means(self._with_sums(table) if weighted else table)
+        added = self._replicas.losses
         iteration.totals, iteration.means = added.totals, added.means
         if weighted:
             iteration.weighted = {
@@ -347,8 +332,6 @@ class SharedReplicaRunner(ReplicaRunner):
     def _with_sums(self, table: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a table of losses in which weighted means are replaced by their sums."""
         weighted = self._iteration.weighted
-        if not weighted:
-            return table
         return {
             name: weighted[name] if name in weighted and weighted[name][0] is loss else loss
             for name, loss in table.items()
@@ -360,7 +343,7 @@ class SharedReplicaRunner(ReplicaRunner):
         self._is_over = True
         if self._buffers.is_exchanged:
             self._buffers.leave(self.replica)
-        table = self._with_sums(table)
+        table = self._with_sums(table) if self._iteration.weighted else table
         if ends_window:
             self._exchange.send(table, is_before_update=is_before_update)
             self.has_message = True
@@ -391,35 +374,10 @@ class SharedReplicaRunner(ReplicaRunner):
         return self._replicas.find_largest(num_shares) - num_shares
 
     def begin_share(self, replica: int, seed: Seed) -> None:
-        self._go_to(replica)
+        self.replica = replica
+        self.is_first, self.is_last = replica == self._first, replica == self._last
         seed(replica)
 
     def end_shares(self, seed: Seed) -> None:
         """Restore the random numbers of the hooks: other processes may have run more replicas."""
         seed(None)
-
-
-def make_replica_runner(
-    replicas: Replicas,
-    seed: int,
-    *,
-    model: TrainedModel,
-    gradients: Gradients,
-    iteration: Iteration,
-    watch: ReplicaWatch,
-    agreement: Agreement,
-) -> ReplicaRunner:
-    """Return what runs the replicas of a run, chosen once, when it starts.
-
-    Args:
-        replicas: the replicas of the run.
-        seed: seed of the training steps.
-        model: the model.
-        gradients: the gradients of the replicas.
-        iteration: gets the losses of an iteration.
-        watch: watches what steps change apart from the state that each replica has of its own.
-        agreement: sends and receives the flags of the window's message.
-    """
-    if replicas.has_single_replica:
-        return ReplicaRunner(seed, iteration)
-    return SharedReplicaRunner(replicas, seed, model, gradients, iteration, watch, agreement)

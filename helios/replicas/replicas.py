@@ -91,7 +91,7 @@ class Replicas:
         self.local_replicas = assign(count, num_replicas, in_waves=is_sharded)[rank]
         self.reducer = TreeReducer(num_replicas, num_processes=count, rank=rank)
         group = None if self.has_single_process else control_group()
-        self._losses, self._scores = (
+        self.losses, self._scores = (
             NumberReducer(
                 num_replicas, num_processes=count, rank=rank, group=group, in_waves=is_sharded
             )
@@ -133,7 +133,7 @@ class Replicas:
             return
         row = torch.tensor(flags, dtype=torch.float64)
         if losses is not None:
-            row = torch.cat([row, self._losses.write_losses(losses)])
+            row = torch.cat([row, self.losses.write_losses(losses)])
         self._message = Message(self._ranks, row, content)
         self.reducer.attach(self._message)
 
@@ -142,12 +142,12 @@ class Replicas:
         (flags, losses), self._sent = self._sent, ((), None)
         message, self._message = self._message, None
         if message is None:
-            means = None if losses is None else self._losses.mean_losses(losses)
+            means = None if losses is None else self.losses.mean_losses(losses)
             return WindowResult(flags, means, NOTHING)
         with collective("Replicas.receive"):
             self.reducer.deliver()
         raised, rows = message.rows[:, : len(flags)], message.rows[:, len(flags) :]
-        means = None if losses is None else self._losses.read_losses(losses, rows)
+        means = None if losses is None else self.losses.read_losses(losses, rows)
         return WindowResult(raised.any(0).tolist(), means, message.content)
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -259,7 +259,7 @@ class Replicas:
         Args:
             numbers: those of this process; as many on all processes.
         """
-        self._losses.numbers = numbers
+        self.losses.numbers = numbers
 
     def add_up(self, numbers: Sequence[float]) -> float:
         """Return the sum of a number of each replica, in float64 and in the order of the tree.
@@ -269,13 +269,8 @@ class Replicas:
         """
         rows = torch.tensor(numbers, dtype=torch.float64)
         with nullcontext() if self.has_single_process else collective("Replicas.add_up"):
-            found: list[float] = self._losses.gather(rows).tolist()
+            found: list[float] = self.losses.gather(rows).tolist()
         return tree_sum(found, operator.add)
-
-    @property
-    def added(self) -> NumberReducer:
-        """What the last losses were added to, and the numbers of :meth:`add_with_losses`."""
-        return self._losses
 
     def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the mean of each loss over the replicas that have it, by name.
@@ -284,9 +279,9 @@ class Replicas:
             tables: the losses of each replica of this process.
         """
         if self.has_single_process:
-            return self._losses.mean_losses(tables)
+            return self.losses.mean_losses(tables)
         with collective("Replicas.mean_losses"):
-            return self._losses.mean_losses(tables)
+            return self.losses.mean_losses(tables)
 
     def sum_scores(
         self, tables: Sequence[Mapping[str, tuple[Any, Any]]]
@@ -305,7 +300,7 @@ class Replicas:
 
     def close(self) -> None:
         """Release the process group, so that nothing keeps it alive after the run."""
-        self._losses, self._scores = NumberReducer(1), NumberReducer(1)
+        self.losses, self._scores = NumberReducer(1), NumberReducer(1)
         self._ranks, self._message = PointToPoint(1, 0, None), None
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:

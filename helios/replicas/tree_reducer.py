@@ -54,6 +54,7 @@ class TreeReducer:
     Attributes:
         block: the replicas of this process.
         nodes: the subtrees of this process, in their order.
+        has_others: whether there are other processes.
 
     Raises:
         ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
@@ -74,6 +75,7 @@ class TreeReducer:
         self.nodes = self._nodes[rank]
         self._distances = _halving_distances(num_processes)
         self._ranks = PointToPoint(num_processes, rank, group)
+        self.has_others = bool(self._ranks.others)
         self._whole_bytes = (_WHOLE_BYTES, _LAST_WHOLE_BYTES)
         self._received: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._message: Message | None = None
@@ -117,7 +119,7 @@ class TreeReducer:
                 f"{ {node: (tuple(t.shape), t.dtype) for node, t in sums.items()} }. Pass what "
                 "TreeStack.take() returns."
             )
-        if self._ranks.others and tensors[0].numel():
+        if self.has_others and tensors[0].numel():
             with torch.no_grad():
                 parts = [_as_real(tensor) for tensor in tensors]
                 if self._distances is None:

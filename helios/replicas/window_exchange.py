@@ -76,7 +76,8 @@ class WindowExchange:
         if has_losses:
             self.keep_losses(table)
             self._is_final, self._shown = not is_before_update, dict(table)
-        self.buffers.commit()
+        if self.buffers.is_exchanged:
+            self.buffers.commit()
         is_alone = self._replicas.has_single_process
         has_changed, content = (False, NOTHING) if is_alone else self.buffers.write()
         flags = self._agreement.announce(is_before_update=is_before_update)

@@ -217,7 +217,7 @@ STEP = "train_step"
 
 @final
 class ReplicaWatch:
-    """Watches the turns of a start's first iteration, and of iterations at powers of two.
+    """Watches the steps of a start's first iteration, and of iterations at powers of two.
 
     The latter find changes that begin later, at little cost.
 
@@ -248,10 +248,12 @@ class ReplicaWatch:
         self._is_manual = False
         self._watches: list[tuple[str, StepWatch]] = []
 
-    def begin(self, iteration: int) -> ReplicaWatch | None:
-        """Begin to watch the turn of a replica; returns ``None`` for an unwatched iteration."""
-        if self._has_reported and iteration & (iteration - 1):
-            return None
+    def is_due(self, iteration: int) -> bool:
+        """Return whether the steps of an iteration are watched."""
+        return not (self._has_reported and iteration & (iteration - 1))
+
+    def begin(self, iteration: int) -> ReplicaWatch:
+        """Begin to watch the step of a replica."""
         refuse_lazy_layers(self._discovery)
         model = self._discovery.watch(reads_weights=iteration == 1)
         self._watches = [("", model), *self._owners.watch()]
@@ -270,10 +272,8 @@ class ReplicaWatch:
             found = watch.changed(counts_parameters=bool(name) or not is_manual)
             self._found.update((hook, f"{name}: {path}" if name else path) for path in found)
 
-    def report(self, iteration: int) -> None:
-        """Report once what the turns of an iteration have changed; the same on all processes."""
-        if self._has_reported and iteration & (iteration - 1):
-            return
+    def report(self) -> None:
+        """Report once what the steps of an iteration have changed; the same on all processes."""
         self._has_reported = True
         parts = self._gather(sorted(self._found))
         self._found.clear()

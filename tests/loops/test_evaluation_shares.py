@@ -18,6 +18,7 @@ from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.hooks.bus import Bus
 from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
+from helios.loops.loop import LoopStates
 from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
@@ -140,6 +141,7 @@ def evaluate(
         hooks=Bus(plugins=plugins, model=model, engine=engine),
         display=Display(),
         seed=0,
+        loop_states=LoopStates(loop, "loop", carries=False),
         sources={loop.phase: sources},
         run=RunState(phase=loop.phase),
     )

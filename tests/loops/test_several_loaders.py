@@ -15,6 +15,7 @@ from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.hooks.bus import Bus
 from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
+from helios.loops.loop import LoopStates
 from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
 from helios.run_parts import RunParts
@@ -69,6 +70,7 @@ def _run(loop: EvaluationLoop, model: Reporter, *names: str) -> Any:
         hooks=Bus(model=model, engine=engine),
         display=Display(),
         seed=0,
+        loop_states=LoopStates(loop, "loop", carries=False),
         sources={loop.phase: _sources(*names)} if names else {},
         run=RunState(phase=loop.phase),
     )

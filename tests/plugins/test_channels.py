@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,15 +57,16 @@ class Noting(HookContext):
 def make_hooks(log: list[Any], *channels: str, **run: Any) -> PipelineHooks:
     """Return a set whose contexts note the channel that they stand in; with a context object."""
     hooks = PipelineHooks()
-    hooks.context = Context(Run(**run))
+    hooks.context = make_ctx(**run)
     for channel in channels:
         hooks.register(channel, Noting(log, channel.removeprefix("on_")))
     return hooks
 
 
-def make_ctx() -> Context:
+def make_ctx(**run: Any) -> Context:
     """Return a context object without a run."""
-    return Context(Run())
+    parts: Any = SimpleNamespace(run=Run(**run))
+    return Context(parts)
 
 
 @pytest.mark.shows("R10", "R11")

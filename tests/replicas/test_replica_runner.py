@@ -14,7 +14,7 @@ from helios.core import rng
 from helios.core.loss_means import LossMeans
 from helios.listeners import Iteration
 from helios.replicas.reduction_tree import blocks
-from helios.replicas.replica_runner import SharedReplicaRunner, make_replica_runner
+from helios.replicas.replica_runner import ReplicaRunner, SharedReplicaRunner
 from helios.replicas.replicas import Replicas
 from helios.state import TrainingState
 from tests.engines.joined import replicas_on
@@ -35,7 +35,7 @@ class Bare:
     """A model with networks and no losses."""
 
     def __init__(self, *networks: nn.Module) -> None:
-        self.loss_items: dict[str, Any] = {}
+        self._loss_items: dict[str, Any] = {}
         self.discovery = Modules(networks)
 
 
@@ -45,11 +45,8 @@ class Blind:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def begin(self, iteration: int) -> None:
-        self.asked.append("begin")
-
-    def report(self, iteration: int) -> None:
-        self.asked.append("report")
+    def is_due(self, iteration: int) -> bool:
+        return False
 
 
 class Silent:
@@ -75,15 +72,12 @@ class NoGradients:
 
 
 def runner_of(replicas: Replicas, seed: int, *networks: nn.Module) -> Any:
-    return make_replica_runner(
-        replicas,
-        seed,
-        model=Bare(*networks),
-        gradients=NoGradients(),
-        iteration=Iteration(TrainingState(), LossMeans()),
-        watch=Blind(),
-        agreement=Silent(),
-    )
+    iteration = Iteration(TrainingState(), LossMeans())
+    if replicas.has_single_replica:
+        return ReplicaRunner(seed, iteration)
+    model: Any = Bare(*networks)
+    parts: Any = (NoGradients(), iteration, Blind(), Silent())
+    return SharedReplicaRunner(replicas, seed, model, *parts)
 
 
 def update(runner: SharedReplicaRunner) -> None:
