@@ -205,7 +205,7 @@ _SIGNALS = _must_be(
     _none_or(_is(Signals)),
     lambda value: value or Signals(),
 )
-_ENGINE = _must_be("None or an Engine, such as Engine.auto()", _none_or(_is(Engine)))
+_ENGINE = _must_be("an Engine, such as Engine.auto(), or None", _none_or(_is(Engine)))
 _PRECISION = _must_be(
     f"None, a Precision or one of {', '.join(_PRECISIONS)}",
     lambda value: value is None or isinstance(value, Precision) or value in list(_PRECISIONS),
@@ -215,7 +215,7 @@ _PLUGINS = _must_be(
     "a list of Plugin objects",
     lambda value: isinstance(value, list | tuple) and all(map(_is(Plugin), value)),
     tuple,
-    remedy="Pass [plugin], derived from helios.plugins.Plugin.",
+    remedy="Pass [plugin]. Derive it from helios.plugins.Plugin.",
 )
 _LIMITS = _must_be(
     "None, or phases with a positive int each, such as {Phase.TRAINING: 10}",

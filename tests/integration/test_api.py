@@ -349,6 +349,22 @@ def test_names_are_found_where_scripts_import_them(module: str, names: str) -> N
     assert [name for name in names.split() if name not in found] == []
 
 
+PUBLISHED = """run_name='' train_unit=<TrainingUnit.EPOCH: 1> total_steps=0.0 valid_frequency='auto'
+chkpt_frequency='auto' print_frequency='auto' accumulation_steps=1 enable_cudnn_benchmark=False
+enable_deterministic=False early_stop_cycles=None use_cpu=None gpus=None random_seed=None
+enable_tensorboard=False enable_file_logging=False capture_warnings=False enable_progress_bar=False
+chkpt_root=None log_path=None run_path=None src_root=None import_prefix='' print_banner=True"""
+
+
+@pytest.mark.shows("H66", "R34")
+def test_the_arguments_of_a_trainer_keep_order_and_defaults() -> None:
+    """All may be given by position."""
+    found = inspect.signature(hlt.Trainer).parameters.values()
+    by_position = [each for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
+    shown = " ".join(f"{each.name}={each.default!r}" for each in by_position)
+    assert shown == " ".join(PUBLISHED.split("\n"))
+
+
 @pytest.mark.shows("H65", "C9")
 def test_a_trainer_shows_what_it_works_on() -> None:
     """No queue in one process."""

@@ -132,21 +132,6 @@ def test_the_signature_and_the_docstring_of_the_trainer_are_those_of_the_options
         assert re.match(rf"{re.escape(ROWS[name].summary)}[:;,.]", text), name
 
 
-PUBLISHED = """run_name='' train_unit=<TrainingUnit.EPOCH: 1> total_steps=0.0 valid_frequency='auto'
-chkpt_frequency='auto' print_frequency='auto' accumulation_steps=1 enable_cudnn_benchmark=False
-enable_deterministic=False early_stop_cycles=None use_cpu=None gpus=None random_seed=None
-enable_tensorboard=False enable_file_logging=False capture_warnings=False enable_progress_bar=False
-chkpt_root=None log_path=None run_path=None src_root=None import_prefix='' print_banner=True"""
-
-
-@pytest.mark.shows("H66", "R34")
-def test_what_helios_ml_takes_by_position_stands_first_and_in_its_order() -> None:
-    found = inspect.signature(helios.Trainer).parameters.values()
-    by_position = [each for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
-    shown = " ".join(f"{each.name}={each.default!r}" for each in by_position)
-    assert shown == " ".join(PUBLISHED.split("\n"))
-
-
 @pytest.mark.shows("P149")
 @pytest.mark.parametrize("name", ROWS)
 def test_a_bad_value_is_refused_by_the_name_of_its_option(name: str) -> None:
