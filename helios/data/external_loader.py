@@ -28,7 +28,7 @@ from helios.data.source import (
     Source,
     run_on_one_thread,
 )
-from helios.data.workers import REMEDY, Failures, WorkerInit, WorkerItems, WorkersLost, end_workers
+from helios.data.workers import Failures, WorkerInit, WorkerItems, WorkersLost, end_workers
 from helios.errors import ArgumentError, StateError, UsageError, WorkerError
 from helios.protocols import Stateful
 
@@ -288,7 +288,7 @@ class _ForeignBatches(BatchIterator):
         """End the pass and workers that are not persistent."""
         batches, self._batches = self._batches, None
         if isinstance(batches, WorkerItems):
-            batches.close(keeps_workers=True)
+            batches.close()
 
     def _fetch(self) -> Any:
         """Return the next batch, or ``_END``."""
@@ -326,9 +326,7 @@ class _ForeignBatches(BatchIterator):
         if isinstance(self._batches, WorkerItems):
             self._batches.close()
         self._batches = None
-        self._failures.add(
-            loss, f"The {kind} goes on from its own state with new workers.", remedy=REMEDY
-        )
+        self._failures.add(loss, f"The {kind} goes on from its own state with new workers.")
 
 
 @final

@@ -212,7 +212,7 @@ class FetchedBatches(Iterator[Any]):
             lambda: _walk(items, owed, errors), self._position, self._failures
         )
         if errors:
-            found.close(keeps_workers=True)
+            found.close()
             raise errors[0]
         return found
 
@@ -266,7 +266,7 @@ class FetchedBatches(Iterator[Any]):
 
     def close(self) -> None:
         """End the pass; persistent workers stay for the next one."""
-        self._workers.close(keeps_workers=True)
+        self._workers.close()
 
 
 def _walk(items: Iterator[Keyed], owed: deque[Keyed], errors: list[Exception]) -> Iterator[Keyed]:

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.context import Process
+from itertools import count
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -41,12 +41,7 @@ _GRACE, _PAUSE = 5.0, 0.01
 _ZEROS = bytes(512)
 """As many as a pipe that has room always takes."""
 _MOST_FAILURES = 3
-REMEDY = (
-    "Pass num_workers=0 to see why, under python -X faulthandler. If it just takes long, raise "
-    "the timeout."
-)
-_OF_DEATH = (EOFError, ConnectionError, FileNotFoundError)
-"""Errors of one who reads the memory of a worker's tensors, if the worker died."""
+REMEDY = "See why with num_workers=0 under python -X faulthandler, or raise the timeout."
 
 
 class WorkersLost(Exception):  # noqa: N818 - it is handled by opening the pass again
@@ -109,12 +104,11 @@ class WorkerItems(Iterator[Any]):
     ) -> None:
         self.timeout = timeout
         self._loader = loader
-        # How often it was looked since workers are waited for, an own list for each time.
-        self._looks: list[int] | None = None
+        # Counts the looks while workers are waited for, anew each time.
+        self._looks: Iterator[int] | None = None
         self._lost = ""
         self._items: Any = _kept_by(loader)
         self._is_over = threading.Event()
-        weakref.finalize(self, self._is_over.set)
         args = (weakref.ref(self), self._is_over)
         watch = threading.Thread(target=_watch, args=args, name="helios-workers", daemon=True)
         if _workers_of(self._items):
@@ -124,7 +118,7 @@ class WorkerItems(Iterator[Any]):
         except WorkersLost as loss:
             # Persistent ones, before this pass.
             end_workers(loader, self._items)
-            failures.add(loss, "New workers take their place.", remedy=REMEDY)
+            failures.add(loss, "New workers take their place.")
             self._lost, self._items = "", _begin(begin)
         # Not before: Python warns of a fork beside threads.
         if not watch.is_alive() and _workers_of(self._items):
@@ -143,17 +137,17 @@ class WorkerItems(Iterator[Any]):
         return item
 
     def _wait(self, call: Callable[[], Any]) -> Any:
-        self._looks = [0]
+        self._looks = count()
         try:
             return call()
         except Exception as error:
-            loss = self._find_loss(error)
-            if not loss:
+            self._lost = self._find_loss(error)
+            if not self._lost:
                 raise
         finally:
             self._looks = None
         # Not from PyTorch's error, whose frames would keep the iterator.
-        raise WorkersLost(loss)
+        raise WorkersLost(self._lost)
 
     def _find_loss(self, error: Exception) -> str:
         """Say how workers were lost; empty if the error has another cause."""
@@ -162,40 +156,37 @@ class WorkerItems(Iterator[Any]):
             return ""
         if self._lost:
             return self._lost
-        is_loss = text.startswith("DataLoader ")
-        if is_loss or isinstance(error, _OF_DEATH):
+        is_loss, workers = text.startswith("DataLoader "), _workers_of(self._items)
+        # The memory of a worker's tensors cannot be opened any more if it died.
+        if is_loss or isinstance(error, EOFError | ConnectionError | FileNotFoundError):
             # Its end may not be known to the system yet.
             for _ in range(int(_GRACE / _PAUSE)):
-                if deaths := _describe_deaths(self._items):
+                if deaths := _describe_deaths(workers):
                     return deaths
                 time.sleep(_PAUSE)
         return text if is_loss else ""
 
     def look(self) -> None:
         """Kill the workers if they are waited for, and one has died or no batch comes in time."""
-        looks = self._looks
-        if looks is None:
+        if (looks := self._looks) is None:
             return
         # Looks are counted, not seconds, which go on while the whole job is suspended.
-        seconds = looks[0] * _INTERVAL
-        looks[0] += 1
-        loss = _describe_deaths(self._items, failed_only=True) if seconds else ""
-        if not loss and self.timeout is not None and seconds >= self.timeout:
-            loss = f"No batch came from the loader workers for {seconds:g} s"
-        if loss:
-            self._lost = loss
+        seconds = next(looks) * _INTERVAL
+        workers = _workers_of(self._items)
+        # Those of a stream end with code 0 when it is over.
+        if seconds and any(each.exitcode for each in workers):
+            self._lost = _describe_deaths(workers)
+        elif self.timeout is not None and seconds >= self.timeout:
+            self._lost = f"No batch came from the loader workers for {seconds:g} s"
+        if self._lost:
             # A thread that pins receives what they send; then PyTorch wakes this one.
             pins = self._loader.pin_memory
             _kill(self._items, lambda: pins or self._looks is not looks)
 
-    def close(self, *, keeps_workers: bool = False) -> None:
-        """End the pass.
-
-        Args:
-            keeps_workers: whether persistent workers are left for the next one.
-        """
+    def close(self) -> None:
+        """End the pass; persistent workers that were not lost stay for the next one."""
         self._is_over.set()
-        if not (keeps_workers and self._loader.persistent_workers):
+        if self._lost or not self._loader.persistent_workers:
             end_workers(self._loader, self._items)
 
 
@@ -207,12 +198,11 @@ def _begin(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         return begin()
     before = signal.getsignal(signal.SIGCHLD)
-    try:
-        return begin()
-    finally:
+    found = begin()
+    if _is_of_pytorch(signal.getsignal(signal.SIGCHLD)):
         is_kept = before is not None and not _is_of_pytorch(before)
-        if _is_of_pytorch(signal.getsignal(signal.SIGCHLD)):
-            signal.signal(signal.SIGCHLD, before if is_kept else signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, before if is_kept else signal.SIG_DFL)
+    return found
 
 
 def _is_of_pytorch(handler: object) -> bool:
@@ -220,10 +210,7 @@ def _is_of_pytorch(handler: object) -> bool:
 
 
 def _watch(found: weakref.ref[WorkerItems], is_over: threading.Event) -> None:
-    while not is_over.wait(_INTERVAL):
-        items = found()
-        if items is None:
-            return
+    while not is_over.wait(_INTERVAL) and (items := found()):
         items.look()
         del items
 
@@ -241,20 +228,18 @@ def _kill(items: _HasWorkers, is_free: Callable[[], bool]) -> None:
     """
     for worker in _workers_of(items):
         worker.kill()
-    for worker in _workers_of(items):
         worker.join(_GRACE)
     # Closing this end would not do if a process that was forked later has it, too. No message ends
     # with zeros, so the one that is completed is an error.
     patience = _GRACE
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        # A descriptor of its own: PyTorch may close the pipe meanwhile.
-        pipe = os.dup(items._worker_result_queue._writer.fileno())  # noqa: SLF001
-        stack.callback(os.close, pipe)
+    writer = items._worker_result_queue._writer  # noqa: SLF001
+    # A descriptor of its own: PyTorch may close the pipe meanwhile.
+    with contextlib.suppress(OSError), os.fdopen(os.dup(writer.fileno()), "wb", 0) as pipe:
         room = select.poll()
         room.register(pipe, select.POLLOUT)
         while patience > 0 and not is_free():
             if room.poll(_PAUSE * 1000):
-                os.write(pipe, _ZEROS)
+                pipe.write(_ZEROS)
             else:
                 patience -= _PAUSE
 
@@ -284,19 +269,11 @@ def _kept_by(loader: DataLoader[Any]) -> Any:
     return loader._iterator  # noqa: SLF001 - PyTorch has no public way
 
 
-def _describe_deaths(items: object, *, failed_only: bool = False) -> str:
-    """Say which workers have ended, and how; empty if none has.
-
-    Args:
-        items: PyTorch's iterator.
-        failed_only: whether those do not count that ended with code 0, as those of a stream do when
-            it is over.
-    """
-    ends = [
-        f"process {each.pid} {describe_exit(each.exitcode)}"
-        for each in _workers_of(items)
-        if each.exitcode is not None and (each.exitcode or not failed_only)
-    ]
+def _describe_deaths(workers: Sequence[BaseProcess]) -> str:
+    """Say which workers have ended, and how; empty if none has."""
+    dead = [each for each in workers if each.exitcode is not None]
+    failed = [each for each in dead if each.exitcode] or dead
+    ends = [f"process {each.pid} {describe_exit(each.exitcode or 0)}" for each in failed]
     who = "A loader worker" if len(ends) == 1 else "Loader workers"
     return f"{who} died: {'; '.join(ends)}{_describe_memory()}" if ends else ""
 
@@ -315,7 +292,7 @@ class Failures:
     def __init__(self) -> None:
         self._texts: list[str] = []
 
-    def add(self, loss: WorkersLost, then: str, *, remedy: str) -> None:
+    def add(self, loss: WorkersLost, then: str, *, remedy: str = REMEDY) -> None:
         """Log that workers were lost, and what happens now.
 
         Args:
@@ -379,7 +356,7 @@ def _end_without_parent() -> None:
     training process; the worker would wait forever.
     """
     parent, kind = multiprocessing.parent_process(), type(multiprocessing.current_process())
-    method = multiprocessing.get_start_method(allow_none=True) if kind is Process else ""
+    method = multiprocessing.get_start_method(allow_none=True) if kind.__name__ == "Process" else ""
     # With forkserver, the server starts the worker, and ends with the training process.
     is_served = method == "forkserver" or kind.__name__ == "ForkServerProcess"
     if parent is not None and not is_served and os.getppid() != parent.pid:

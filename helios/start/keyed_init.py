@@ -223,14 +223,14 @@ class _KeyedInit:
                     _refuse(shown, "reset_parameters() does not repeat all that setup writes to it")
 
     def _is_repeated(self, expected: _Write, writers: Sequence[nn.Module | None]) -> bool:
-        """Return whether the same initializers have written as in setup, in the same order."""
+        """Return whether the same initializers have written as in setup, in the same order.
+
+        Of what was copied, they run in each copy, so the module that was copied must be gone.
+        """
         # Without a module, it was Model.init_unit.
-        found = tuple(filter(None, writers))
-        if not expected.sources:
-            return not expected.writers or expected.writers == found
-        # The module that was copied must be gone; then its initializer runs in each copy.
-        is_alone = self._memory.isdisjoint(expected.sources)
-        return is_alone and [*map(type, expected.writers)] == [*map(type, found)]
+        found = [type(writer) for writer in writers if writer]
+        is_same = not expected.writers or [*map(type, expected.writers)] == found
+        return is_same and self._memory.isdisjoint(expected.sources)
 
     def _make_memory(self, module: nn.Module) -> None:
         """Let the tensors of a module have memory; parameters stay the same objects."""

@@ -24,6 +24,15 @@ from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 
 METADATA_NAME = ".metadata"
 _DATA_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+# Operations of a pickle with a fixed number of bytes, but the last one and those of large indices.
+_SIMPLE = re.compile(
+    b"(?s:%b){,999}"
+    % b"|".join(
+        re.escape(each.code.encode("latin-1")) + b"." * size
+        for each in pickletools.opcodes
+        if (size := each.arg.n if each.arg else 0) >= 0 and each.name not in ("STOP", "LONG_BINPUT")
+    )
+)
 _CLASSES: Mapping[str, Collection[str]] = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING"),
@@ -75,8 +84,15 @@ def read_metadata(folder: Path) -> md.Metadata:
 
 def _refuse_large_memo(data: bytes) -> None:
     """Refuse an index of the unpickler's memo beyond what its bytes can need."""
-    for operation, argument, _ in pickletools.genops(data):
-        if "PUT" in operation.name:
+    file, name = io.BytesIO(data), ""
+    while name != "STOP":
+        # Most operations are simple; one at a time, they would take longer than all else here.
+        simple = _SIMPLE.match(data, file.tell())
+        assert simple
+        file.seek(simple.end())
+        operation, argument, _ = next(pickletools.genops(file))
+        name = operation.name
+        if "PUT" in name:
             _require((argument or 0) <= len(data), "its memo has no end")
 
 

@@ -153,7 +153,7 @@ def test_one_flipped_bit_anywhere_is_named(folder: RunFolder, is_by_rows: bool) 
 
 @pytest.mark.shows("P96")
 @pytest.mark.parametrize("is_by_rows", [False, True])
-def test_without_digests_the_checksums_of_all_rows_are_compared(
+def test_without_digests_only_verify_compares_the_checksums_of_rows(
     tmp_path: Path, is_by_rows: bool
 ) -> None:
     folder = RunFolder(tmp_path / "run", CheckpointStore(digest=False))
@@ -164,8 +164,13 @@ def test_without_digests_the_checksums_of_all_rows_are_compared(
         file = path / f"__{rank}_0.distcp"
         place = file.read_bytes().index(rows_of(4, rank, 3)[WEIGHT].tensor.numpy().tobytes())
         damage(file, place)
-        assert any(file.name in error_of(path, share) for share in shares)
+        assert all(not error_of(path, share) for share in shares)
         assert not examine(path, Depth.BYTES).is_good
+        # Nothing says that digests were switched off.
+        sidecar = file_names.sidecar_path(path)
+        sidecar.rename(tmp_path / "aside")
+        assert any(file.name in error_of(path, share) for share in shares)
+        (tmp_path / "aside").rename(sidecar)
         damage(file, place)
 
 
@@ -338,11 +343,17 @@ def test_hostile_metadata_is_refused(
 
 
 @pytest.mark.shows("P96")
-def test_metadata_cannot_ask_for_memory_without_end(folder: RunFolder) -> None:
+@pytest.mark.parametrize("operation", [b"r\xff\xff\xff\xff", b"p4294967295\n"])
+@pytest.mark.parametrize(
+    "before", [b"K\x01", b"K\x01" * 5000, b"\x8c\x03r00I7\nU\x02..", b"]" * 998]
+)
+def test_metadata_cannot_ask_for_memory_without_end(
+    folder: RunFolder, before: bytes, operation: bytes
+) -> None:
     path = save_sharded(folder, 1, 4)
     file_names.sidecar_path(path).unlink()
     # A number is kept under an index for which the memo would need 64 GiB.
-    (path / METADATA_NAME).write_bytes(b"\x80\x02K\x01r\xff\xff\xff\xff.")
+    (path / METADATA_NAME).write_bytes(b"\x80\x02" + before + operation + b".")
     refuse_everywhere(path, "memo")
 
 
