@@ -91,8 +91,9 @@ method of an event that its class does not receive is never called, and the log 
 
 - An exception in a plugin ends the run like any other; only `StopIteration` from
   `on_training_step_start` or `on_training_batch_start` ends the epoch instead.
-- If a phase has several loaders, methods that also take `dataloader_idx` get the number of the
-  loader that the batch comes from.
+- Steps may leave out the arguments in brackets: `train_step(self, batch)`. If a phase has several
+  loaders, methods that also take `dataloader_idx` get the number of the loader that the batch comes
+  from.
 - Arguments named `state` are the live `TrainingState`: copy what you keep. `current_epoch` counts
   from 1, `validation_cycle` and `step` from 0, the ids of `self.context` from 0.
 - Channels are the scopes of [hook contexts](channels.md): the event begins or ends that scope.
@@ -126,7 +127,8 @@ def _changes() -> str:
 
 
 def _row(event: Event) -> str:
-    arguments = ", ".join((*event.parameters, *(f"[{name}]" for name in event.optional)))
+    in_brackets = (f"[{name}]" for name in event.omittable + event.optional)
+    arguments = ", ".join((*event.required, *in_brackets))
     receivers = ", ".join(_NAMES[receiver] for receiver in event.receivers)
     cells = (
         f"`{event.name}`",

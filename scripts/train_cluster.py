@@ -32,25 +32,24 @@ class Digits(helios.DataModule):
         train, valid = torch.utils.data.random_split(
             samples, split, torch.Generator().manual_seed(0)
         )
-        params = helios.DataLoaderParams(batch_size=32 // REPLICAS, shuffle=True)
-        self._train_dataset = self._create_dataset(train, params)
-        self._valid_dataset = self._create_dataset(valid, helios.DataLoaderParams(batch_size=64))
+        self.train_dataset = self.create_dataset(train, batch_size=32 // REPLICAS, shuffle=True)
+        self.valid_dataset = self.create_dataset(valid, batch_size=64)
 
 
 class Classifier(helios.Model):
     """Dropout and BatchNorm: what a restart must bring back besides the weights."""
 
-    def setup(self, fast_init: bool = False) -> None:
+    def setup(self) -> None:
         first = [nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Dropout(0.2)]
         self.network = nn.Sequential(*first, nn.Linear(48, 10)).to(self.device)
         self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=0.003)
 
-    def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
+    def train_step(self, batch: Any) -> Tensor:
         loss = cross_entropy(self.network(batch[0]), batch[1])
-        self._loss_items["loss"] = loss.detach()
+        self.loss_items["loss"] = loss.detach()
         return loss
 
-    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+    def valid_step(self, batch: Any) -> dict[str, tuple[Any, Any]]:
         is_right = self.network(batch[0]).argmax(1) == batch[1]
         return {"accuracy": (is_right.sum(), len(is_right))}
 

@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
-from helios import CheckpointStore, DataLoaderParams, DataModule, Model, Trainer, TrainingState
+from helios import CheckpointStore, DataLoaderParams, DataModule, Model, Trainer
 
 EPOCHS, STEPS_PER_EPOCH = 20, 40
 
@@ -46,15 +46,19 @@ class DigitsData(DataModule):
         x = x.float().view(-1, 1, 8, 8) / 16
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
         train, valid, test = order.split((1280, 157, 360))
-        params = DataLoaderParams(batch_size=self.batch_size, shuffle=True, num_workers=2)
-        self._train_dataset = self._create_dataset(Digits(x[train], y[train], True), params)
+        self.train_dataset = self.create_dataset(
+            Digits(x[train], y[train], True),
+            batch_size=self.batch_size,
+            shuffle=True,
+            num_workers=2,
+        )
         whole = DataLoaderParams(batch_size=360)
-        self._valid_dataset = self._create_dataset(Digits(x[valid], y[valid]), whole)
-        self._test_dataset = self._create_dataset(Digits(x[test], y[test]), whole)
+        self.valid_dataset = self.create_dataset(Digits(x[valid], y[valid]), whole)
+        self.test_dataset = self.create_dataset(Digits(x[test], y[test]), whole)
 
 
 class DigitsModel(Model):
-    def setup(self, fast_init: bool = False) -> None:
+    def setup(self) -> None:
         convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()]
         head = [nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.3), nn.Linear(288, 10)]
         self.network = nn.Sequential(*convolutions, *head)
@@ -62,14 +66,12 @@ class DigitsModel(Model):
         schedule, steps = torch.optim.lr_scheduler.OneCycleLR, EPOCHS * STEPS_PER_EPOCH
         self.scheduler = schedule(self.optimizer, max_lr=0.006, total_steps=steps)
 
-    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
+    def train_step(self, batch: Any) -> Tensor:
         return cross_entropy(self.network(batch[0]), batch[1])
 
-    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+    def valid_step(self, batch: Any) -> dict[str, tuple[Any, Any]]:
         is_right = self.network(batch[0]).argmax(1) == batch[1]
         return {"accuracy": (is_right.sum(), len(is_right))}
-
-    test_step = valid_step
 
 
 def train(

@@ -16,11 +16,18 @@ import pytest
 from helios import Model, Trainer
 from helios.hooks.events import EVENTS, Receiver
 from tests.codebase import ROOT
-from tests.typed import extending_script, published_members, tasks_script, user_script
+from tests.typed import (
+    extending_script,
+    published_members,
+    short_script,
+    tasks_script,
+    user_script,
+)
 
 SCRIPT = ROOT / "tests" / "typed" / "user_script.py"
 EXTENDING = ROOT / "tests" / "typed" / "extending_script.py"
 TASKS = ROOT / "tests" / "typed" / "tasks_script.py"
+SHORT = ROOT / "tests" / "typed" / "short_script.py"
 MEMBERS = ROOT / "tests" / "typed" / "published_members.py"
 # Assigned in the constructor of a trainer, and listed in its docstring.
 ATTRIBUTES = {"model", "datamodule", "plugins", "train_exceptions", "test_exceptions"}
@@ -66,6 +73,7 @@ def test_a_script_of_a_user_passes_and_a_wrong_signature_and_choice_are_seen(
     (tmp_path / "right.py").write_text(SCRIPT.read_text("utf-8"))
     (tmp_path / "right_extending.py").write_text(EXTENDING.read_text("utf-8"))
     (tmp_path / "right_tasks.py").write_text(TASKS.read_text("utf-8"))
+    (tmp_path / "right_short.py").write_text(SHORT.read_text("utf-8"))
     (tmp_path / "wrong.py").write_text(WRONG)
     done = run_checker(checker, tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -92,6 +100,12 @@ def test_the_script_that_extends_runs() -> None:
 
 def test_the_script_of_tasks_runs() -> None:
     assert tasks_script.train().keys() == {"loss"}
+
+
+def test_the_short_script_runs() -> None:
+    model, predictions = short_script.train()
+    assert model.metrics.keys() == model.test_scores.keys() == {"error"}
+    assert len(predictions) == 4
 
 
 def test_the_script_of_published_members_names_all_of_them_and_runs(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class KeepBest:
 
     Attributes:
         count: how many to keep.
-        metric: name of the score in the model's ``_val_scores``.
+        metric: name of the score in the model's ``val_scores``.
         mode: ``"min"`` if small scores are good, ``"max"`` if large ones are; required.
 
     Raises:
@@ -65,7 +65,7 @@ class KeepBest:
             raise UsageError(
                 f"KeepBest(metric={self.metric!r}) must name a validation score that is a single "
                 f"number; there are {sorted(scores) or 'none'}. Return it from valid_step, put it "
-                "into self._val_scores, or correct the name."
+                "into self.val_scores, or correct the name."
             )
 
 

@@ -7,13 +7,19 @@ at the end. A data module also works without a trainer.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import Unpack, final
+
 from helios.data.loader import LoaderPair, build_loader
-from helios.data.params import DataLoaderParams
+from helios.data.params import DataLoaderParams, LoaderOptions
+from helios.data.plain_loader import take_apart
 from helios.data.steps import Steps
 from helios.errors import ArgumentError, ArgumentTypeError
 
@@ -66,6 +72,11 @@ Datasets: TypeAlias = Dataset | list[Dataset] | tuple[Dataset, ...] | Mapping[st
 TrainingLoader: TypeAlias = LoaderPair | tuple[Steps, None]
 """The training loader with its sampler; a ``Steps`` has none."""
 
+Assigned: TypeAlias = (
+    Dataset | DataLoader[Any] | Sequence[Dataset | DataLoader[Any]] | Mapping[str, Any] | None
+)
+"""What ``setup`` may assign as the data of an evaluation."""
+
 LoaderPairs: TypeAlias = LoaderPair | list[LoaderPair] | dict[str, LoaderPair]
 """A loader with its sampler, or a list or dict of such pairs."""
 
@@ -73,9 +84,10 @@ LoaderPairs: TypeAlias = LoaderPair | list[LoaderPair] | dict[str, LoaderPair]
 class DataModule(ABC):
     """The data of a run.
 
-    ``setup`` assigns ``_train_dataset``, ``_valid_dataset``, ``_test_dataset`` and
-    ``_predict_dataset``, as needed, each created by :meth:`_create_dataset`. The first may also be
-    a :class:`Steps`; the others may be a list of data sets, or a dict of them by name.
+    ``setup`` assigns :attr:`train_dataset`, :attr:`valid_dataset`, :attr:`test_dataset` and
+    :attr:`predict_dataset`, as needed, each created by :meth:`create_dataset`. The first may also
+    be a :class:`Steps`; the others may be a list of data sets, or a dict of them by name.
+    :meth:`from_datasets` makes a data module of data sets.
 
     Attributes:
         unsaved: names of attributes that training changes, but that are not saved.
@@ -105,25 +117,84 @@ class DataModule(ABC):
     _test_dataset: Datasets | None = None
     _predict_dataset: Datasets | None = None
 
+    @staticmethod
+    def from_datasets(
+        *,
+        train: Any = None,
+        valid: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        **params: Unpack[LoaderOptions],
+    ) -> DataModule:
+        """Return a data module with these data sets.
+
+        Args:
+            train: the data set for training, which is shuffled, or a :class:`Steps`.
+            valid: the data set for validation, or a dict of several by name.
+            test: the data set for testing, or a dict of several by name.
+            predict: the data set for prediction, or a dict of several by name.
+            **params: options of :class:`DataLoaderParams`. The order is that of the training data:
+                ``shuffle``, ``drop_last``, ``sampler`` and ``batch_sampler`` are not for the
+                others, which are read from beginning to end. A ``DataLoader`` in the place of a
+                data set keeps its own options.
+
+        Raises:
+            ArgumentError: if an option is invalid, or if there is no data.
+            ArgumentTypeError: for an unknown option, and for a ``DataLoader`` that is not plain.
+
+        Example:
+            >>> data = DataModule.from_datasets(train=range(8), valid=range(4), batch_size=2)
+            >>> len(data.train_dataloader()[0]), list(data.valid_dataloader()[0])
+            (4, [tensor([0, 1]), tensor([2, 3])])
+        """
+        given = {"train": train, "valid": valid, "test": test, "predict": predict}
+        _check_options("DataModule.from_datasets", params, given)
+        if all(dataset is None for dataset in given.values()):
+            raise ArgumentError(
+                "DataModule.from_datasets(...) must get at least one data set, got none. Pass "
+                "train=dataset."
+            )
+        return _FromDatasets(given, params)
+
     @property
     def train_dataset(self) -> Any:
-        """The data set for training, or ``None``."""
+        """The data set for training, or ``None``.
+
+        What is assigned to it, and to the other data sets, is created by :meth:`create_dataset`, or
+        a plain ``torch.utils.data.DataLoader``, which is read for its data set and options.
+        """
         return _dataset_of(self._train_dataset)
+
+    @train_dataset.setter
+    def train_dataset(self, dataset: Dataset | Steps | DataLoader[Any] | None) -> None:
+        self._train_dataset = _take(self, "train_dataset", dataset)
 
     @property
     def valid_dataset(self) -> Any:
         """The data set for validation, ``None``, or a list or dict of data sets."""
         return _dataset_of(self._valid_dataset)
 
+    @valid_dataset.setter
+    def valid_dataset(self, dataset: Assigned) -> None:
+        self._valid_dataset = _take(self, "valid_dataset", dataset)
+
     @property
     def test_dataset(self) -> Any:
         """The data set for testing, ``None``, or a list or dict of data sets."""
         return _dataset_of(self._test_dataset)
 
+    @test_dataset.setter
+    def test_dataset(self, dataset: Assigned) -> None:
+        self._test_dataset = _take(self, "test_dataset", dataset)
+
     @property
     def predict_dataset(self) -> Any:
         """The data set for prediction, ``None``, or a list or dict of data sets."""
         return _dataset_of(self._predict_dataset)
+
+    @predict_dataset.setter
+    def predict_dataset(self, dataset: Assigned) -> None:
+        self._predict_dataset = _take(self, "predict_dataset", dataset)
 
     def prepare_data(self) -> None:
         """Download or convert data; called once, before :meth:`setup`. Do not set attributes."""
@@ -169,6 +240,33 @@ class DataModule(ABC):
         """
         return _open_all(self, self._predict_dataset, "prediction data set")
 
+    def create_dataset(
+        self,
+        dataset: Any,
+        params: DataLoaderParams | None = None,
+        **options: Unpack[LoaderOptions],
+    ) -> Dataset:
+        """Combine a data set with the options of its loader.
+
+        Args:
+            dataset: the PyTorch data set.
+            params: the options.
+            **options: the options as keywords, instead of ``params``.
+
+        Raises:
+            ArgumentError: if an option is invalid, or if there are both.
+            ArgumentTypeError: for an unknown option, and as :meth:`_create_dataset`.
+        """
+        if params is not None and options:
+            raise ArgumentError(
+                "DataModule.create_dataset(...) must get either params or keywords, got both. Put "
+                f"{', '.join(options)} into the DataLoaderParams."
+            )
+        _check_options("DataModule.create_dataset", options)
+        return self._create_dataset(
+            dataset, DataLoaderParams(**options) if params is None else params
+        )
+
     def _create_dataset(
         self, dataset: Any, params: DataLoaderParams | Mapping[str, Any]
     ) -> Dataset:
@@ -189,11 +287,74 @@ class DataModule(ABC):
             params = DataLoaderParams.from_dict(params)
         else:
             raise ArgumentTypeError(
-                "DataModule._create_dataset(params=...) must be a DataLoaderParams or a dict, "
+                "DataModule.create_dataset(params=...) must be a DataLoaderParams or a dict, "
                 f"got {params!r}."
             )
         params.check()
         return Dataset(dataset, params)
+
+
+_OF_TRAINING = {"shuffle", "drop_last", "sampler", "batch_sampler"}
+"""The options of an order, which is that of the training data."""
+
+
+@final
+class _FromDatasets(DataModule):
+    """Has the data sets that it was given."""
+
+    def __init__(self, given: Mapping[str, Any], params: LoaderOptions) -> None:
+        super().__init__()
+        has_order = isinstance(given["train"], IterableDataset) or (
+            params.get("sampler") is not None or params.get("batch_sampler") is not None
+        )
+        read: Any = {name: each for name, each in params.items() if name not in _OF_TRAINING}
+        self.train_dataset = self._make(given["train"], {"shuffle": not has_order, **params})
+        self.valid_dataset = self._make(given["valid"], read)
+        self.test_dataset = self._make(given["test"], read)
+        self.predict_dataset = self._make(given["predict"], read)
+
+    def setup(self) -> None:
+        """Do nothing: the data sets are there."""
+
+    def _make(self, found: Any, params: LoaderOptions) -> Any:
+        if isinstance(found, Mapping):
+            return {name: self._make(each, params) for name, each in found.items()}
+        if found is None or isinstance(found, Steps | DataLoader):
+            return found
+        return self.create_dataset(found, **params)
+
+
+def _check_options(place: str, options: Mapping[str, Any], others: Collection[str] = ()) -> None:
+    """Check that all options of a call exist."""
+    known = [*others, *(field.name for field in dataclasses.fields(DataLoaderParams))]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        close = [difflib.get_close_matches(name, known, n=1) for name in unknown]
+        meant = ", ".join(dict.fromkeys(chain.from_iterable(close)))
+        remedy = f"Did you mean {meant}?" if meant else f"There are {', '.join(known)}."
+        raise ArgumentTypeError(
+            f"{place}(...) must get options of DataLoaderParams, got {', '.join(unknown)}. {remedy}"
+        )
+
+
+def _take(module: DataModule, attribute: str, found: Any) -> Any:
+    """Return what is assigned as a data set, with the options of a plain loader.
+
+    Raises:
+        ArgumentTypeError: if it is neither created by ``create_dataset`` nor a plain loader.
+    """
+    if isinstance(found, Mapping):
+        return {name: _take(module, attribute, each) for name, each in found.items()}
+    if isinstance(found, list | tuple):
+        return [_take(module, attribute, each) for each in found]
+    if isinstance(found, DataLoader):
+        return module.create_dataset(found.dataset, take_apart(found, attribute))
+    if found is None or isinstance(found, Dataset | Steps):
+        return found
+    raise ArgumentTypeError(
+        f"{type(module).__name__}.{attribute} must be created by self.create_dataset, got "
+        f"{found!r}. Write self.{attribute} = self.create_dataset(dataset, batch_size=...)."
+    )
 
 
 def _open_all(module: DataModule, pairs: Datasets | None, name: str) -> LoaderPairs | None:
@@ -207,7 +368,7 @@ def _open_all(module: DataModule, pairs: Datasets | None, name: str) -> LoaderPa
 def _open_one(module: DataModule, pair: Dataset, name: str) -> LoaderPair:
     if not isinstance(pair, Dataset):
         raise ArgumentTypeError(
-            f"The {name} of {type(module).__name__} must be created by self._create_dataset, "
+            f"The {name} of {type(module).__name__} must be created by self.create_dataset, "
             f"got {pair!r}."
         )
     params = dataclasses.replace(pair.params)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from helios.core import rng
 from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
 from helios.data.order import Position
+from helios.data.plain_loader import write_replacement
 from helios.data.samplers import HasEpoch
 from helios.data.source import (
     LONE,
@@ -211,9 +212,8 @@ def _advise(loader: Any) -> str:
     dataset, name = loader.dataset, type(loader.dataset).__name__
     if not isinstance(dataset, IterableDataset):
         return (
-            f"Let create_dataloader create the loader of the {name}, in the data module's setup(): "
-            f"self._train_dataset = self._create_dataset(dataset, DataLoaderParams(batch_size="
-            f"{loader.batch_size}, shuffle=..., collate_fn=loader.collate_fn))."
+            f"Let Helios create the loader of the {name}, in the data module's setup(): "
+            f"{write_replacement(loader)}."
         )
     return (
         f"Give the {name} state_dict and load_state_dict and set num_workers=0, let "

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, TypedDict
 
 import torch.multiprocessing
 
@@ -62,6 +62,27 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (f"a context, None or one of {_CONTEXTS}", _is_context, ("multiprocessing_context",)),
 )
 """What single options must be; :meth:`DataLoaderParams.check` adds what holds between them."""
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The attributes of :class:`DataLoaderParams` as keyword arguments."""
+
+    random_seed: int
+    batch_size: int | None
+    shuffle: bool
+    num_workers: int
+    pin_memory: bool
+    drop_last: bool
+    debug_mode: bool
+    is_distributed: bool | None
+    sampler: ResumableSamplerType | None
+    collate_fn: Callable[[Any], Any] | None
+    persistent_workers: bool
+    prefetch_factor: int | None
+    multiprocessing_context: str | BaseContext | None
+    worker_init_fn: Callable[[int], Any] | None
+    batch_sampler: Iterable[Any] | None
+    worker_timeout: float | None
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ ENDLESS = "endless"
 class Steps:
     """Iterations without data, as in reinforcement learning or with random offsets into a file.
 
-    Assign it to ``_train_dataset`` of a data module. A batch is an ``int``: the number of the
+    Assign it to ``train_dataset`` of a data module. A batch is an ``int``: the number of the
     training step of a replica, which no other replica, iteration or epoch of the run has:
     ``(epoch * n + iteration) * num_replicas + replica``, all counted from 0. What ``train_step``
     draws from ``torch``, ``random`` and Helios' NumPy generator depends on the seed, the iteration
@@ -65,7 +65,7 @@ class StepsSource(Source):
         if not share.pads:
             raise ArgumentError(
                 "Steps must be training data, but an evaluation uses it. Evaluate on a map-style "
-                "data set, such as self._create_dataset(range(10), DataLoaderParams())."
+                "data set, such as self.create_dataset(range(10))."
             )
         super().__init__()
         self.loader = steps

@@ -20,8 +20,8 @@ _LOGGER = logging.getLogger(__name__)
 _WHATEVER = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 _Form: TypeAlias = tuple[int, tuple[str, ...]] | None
-"""How many arguments of an event a method takes by position, and the names of all that it takes;
-``None`` if it takes all of them by position."""
+"""How many arguments of an event a method takes by position, and the names of those that it takes
+by name; ``None`` if it takes all of them by position."""
 
 
 @runtime_checkable
@@ -118,10 +118,14 @@ def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable
     form = _find_form(owner, method, event)
     if form is None:
         return method
-    count, taken = form
-    # An optional argument is not always passed, and not every method takes it.
+    count, names = form
+    if not names:
+        return lambda *args: method(*args[:count])
+    everything = event.parameters + event.optional
+    by_name = [(name, everything.index(name)) for name in names]
+    # An optional argument is not always passed.
     return lambda *args: method(
-        *args[:count], **dict(zip(taken[count:], args[count:], strict=False))
+        *args[:count], **{name: args[place] for name, place in by_name if place < len(args)}
     )
 
 
@@ -134,22 +138,37 @@ def _find_form(owner: object, method: Callable[..., Any], event: Event) -> _Form
     """
     place = f"{type(owner).__name__}.{event.name}"
     signature = signature_of(place, method, may_yield=event.name == "train_step")
-    names = event.parameters
-    whole = names + (event.optional if _takes_by_name(signature, event.optional) else ())
-    in_place, in_place_whole = _count_in_place(signature, names), _count_in_place(signature, whole)
-    if in_place is None:
-        may_take = f", and may take {', '.join(event.optional)}" if event.optional else ""
-        whole = names + event.optional
-        remedy = "Correct the parameters of the method."
-        if _count_in_place(signature, whole) is not None:
-            defaults = ", ".join(f"{name}=0" for name in event.optional)
-            remedy = f"They are not always passed; give them a default: {defaults}."
-        raise ArgumentTypeError(
-            f"{place} must take ({', '.join(names)}){may_take}, but takes {signature}. {remedy}"
-        )
-    if in_place_whole == len(names + event.optional):
-        return None
-    return (in_place, names) if in_place_whole is None else (in_place_whole, whole)
+    everything = event.parameters + event.optional
+    for names in (event.parameters, event.required):
+        in_place = _count_in_place(signature, names, everything)
+        if in_place is None:
+            continue
+        if event.optional and _takes_by_name(signature, event.optional):
+            whole = names + event.optional
+            in_place_whole = _count_in_place(signature, whole, everything)
+            if in_place_whole is not None:
+                # By position come those that nothing left out stands before.
+                most = len(whole if names == event.parameters else names)
+                names, in_place = whole, min(in_place_whole, most)
+        return None if in_place == len(everything) else (in_place, names[in_place:])
+    raise _make_parameter_error(place, signature, event)
+
+
+def _make_parameter_error(
+    place: str, signature: inspect.Signature, event: Event
+) -> ArgumentTypeError:
+    may = [f"may leave out {', '.join(event.omittable)}"] if event.omittable else []
+    may += [f"may take {', '.join(event.optional)}"] if event.optional else []
+    wanted = ", ".join([f"({', '.join(event.parameters)})", *may])
+    remedy = "Correct the parameters of the method."
+    everything = event.parameters + event.optional
+    if any(
+        _count_in_place(signature, names + event.optional, everything) is not None
+        for names in (event.parameters, event.required)
+    ):
+        defaults = ", ".join(f"{name}=0" for name in event.optional)
+        remedy = f"They are not always passed; give them a default: {defaults}."
+    return ArgumentTypeError(f"{place} must take {wanted}, but takes {signature}. {remedy}")
 
 
 def _takes_by_name(signature: inspect.Signature, names: tuple[str, ...]) -> bool:
@@ -159,10 +178,21 @@ def _takes_by_name(signature: inspect.Signature, names: tuple[str, ...]) -> bool
     return bool(takes_all) or all(name in found for name in names)
 
 
-def _count_in_place(signature: inspect.Signature, names: tuple[str, ...]) -> int | None:
-    """Return how many arguments to pass by position, as many as possible; ``None`` if none fit."""
+def _count_in_place(
+    signature: inspect.Signature, names: tuple[str, ...], everything: tuple[str, ...]
+) -> int | None:
+    """Return how many arguments to pass by position, as many as possible; ``None`` if none fit.
+
+    Args:
+        signature: that of the method.
+        names: the arguments that are passed.
+        everything: all arguments of the event, for none of which another one must be taken.
+    """
+    reserved = {*everything} & signature.parameters.keys()
     for count in reversed(range(len(names) + 1)):
-        if _accepts(signature, names[:count], names[count:]):
+        pairs = list(zip(names[:count], signature.parameters, strict=False))
+        is_mixed_up = any(name != found and {name, found} & reserved for name, found in pairs)
+        if not is_mixed_up and _accepts(signature, names[:count], names[count:]):
             return count
     return None
 
@@ -170,10 +200,7 @@ def _count_in_place(signature: inspect.Signature, names: tuple[str, ...]) -> int
 def _accepts(
     signature: inspect.Signature, in_place: tuple[str, ...], by_name: tuple[str, ...]
 ) -> bool:
-    """Whether a call binds, and puts no argument into a parameter with another argument's name."""
-    places = {name: place for place, name in enumerate(signature.parameters)}
-    if any(places.get(name, place) != place for place, name in enumerate(in_place)):
-        return False
+    """Whether a call binds."""
     try:
         signature.bind(*in_place, **dict.fromkeys(by_name))
     except TypeError:

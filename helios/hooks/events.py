@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from helios.hooks.context import Context
 
 Method = TypeVar("Method", bound=Callable[..., object])
+Owner = TypeVar("Owner")
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 class Verb(Enum):
@@ -63,6 +66,7 @@ class Event:
         summary: when it occurs, or what it does: the first line of its docstring.
         verb: what happens then.
         optional: names of further arguments, for methods that take them.
+        omittable: those of the parameters, at their end, that a method may leave out.
         scope: the channel that it begins or ends, if any.
     """
 
@@ -72,7 +76,13 @@ class Event:
     summary: str
     verb: Verb = Verb.EMIT
     optional: tuple[str, ...] = ()
+    omittable: tuple[str, ...] = ()
     scope: str = ""
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Names of the arguments that every method must take."""
+        return self.parameters[: len(self.parameters) - len(self.omittable)]
 
 
 def silent(method: Method) -> Method:
@@ -104,6 +114,13 @@ def find_after_base(owner: object, name: str) -> Callable[..., Any] | None:
     return cast("Callable[..., Any]", getattr(super(silent_ones[0], owner), name))
 
 
+def may_omit(
+    method: Callable[Concatenate[Owner, Given], Result],
+) -> Callable[Concatenate[Owner, ...], Result]:
+    """Let type checkers accept overrides of a method that leave out arguments."""
+    return method
+
+
 def asks_nothing(method: Method) -> Method:
     """Mark a method that requests no checkpoint, end or skip, and changes no losses.
 
@@ -127,7 +144,11 @@ def is_silent(method: Callable[..., object]) -> bool:
 
 
 def event(
-    *receivers: Receiver, verb: Verb = Verb.EMIT, optional: tuple[str, ...] = (), scope: str = ""
+    *receivers: Receiver,
+    verb: Verb = Verb.EMIT,
+    optional: tuple[str, ...] = (),
+    omittable: tuple[str, ...] = (),
+    scope: str = "",
 ) -> Callable[[Method], Method]:
     """Declare a method as an event; the base's own method is not called, except for ``CALL``.
 
@@ -135,6 +156,7 @@ def event(
         *receivers: as in :class:`Event`, like the others.
         verb: what happens.
         optional: further arguments.
+        omittable: arguments that an override may leave out.
         scope: a channel.
     """
 
@@ -142,7 +164,8 @@ def event(
         _, *parameters = inspect.signature(method).parameters
         summary = (method.__doc__ or "").partition("\n")[0]
         name = method.__name__
-        found = Event(name, tuple(parameters), receivers, summary, verb, optional, scope)
+        names = tuple(parameters)
+        found = Event(name, names, receivers, summary, verb, optional, omittable, scope)
         declared = method if verb is Verb.CALL else silent(method)
         declared.__dict__["_helios_event"] = found
         return declared
@@ -255,7 +278,8 @@ class Hooks:
             context: the run, with the batch on the device.
         """
 
-    @event(M, verb=Verb.CALL)
+    @may_omit
+    @event(M, verb=Verb.CALL, omittable=("state",))
     def train_step(self, batch: Any, state: TrainingState) -> Any:
         """Train on one batch."""
 
@@ -392,7 +416,8 @@ class Hooks:
         """
         return batch
 
-    @event(M, verb=Verb.CALL, optional=_INDEX)
+    @may_omit
+    @event(M, verb=Verb.CALL, optional=_INDEX, omittable=("step",))
     def valid_step(self, batch: Any, step: int) -> Any:
         """Validate one batch, without gradients."""
 
@@ -426,7 +451,8 @@ class Hooks:
         """Return the test batch that the model gets; arguments as in validations."""
         return batch
 
-    @event(M, verb=Verb.CALL, optional=_INDEX)
+    @may_omit
+    @event(M, verb=Verb.CALL, optional=_INDEX, omittable=("step",))
     def test_step(self, batch: Any, step: int) -> Any:
         """Test one batch, without gradients."""
 
@@ -451,7 +477,8 @@ class Hooks:
         """Return the batch to predict that the model gets; arguments as in validations."""
         return batch
 
-    @event(M, verb=Verb.CALL, optional=_INDEX)
+    @may_omit
+    @event(M, verb=Verb.CALL, optional=_INDEX, omittable=("step",))
     def predict_step(self, batch: Any, step: int) -> Any:
         """Return the prediction for one batch, without gradients."""
 

@@ -22,6 +22,7 @@ from helios.data.source import NO_BATCH, BatchIterator, Source
 from helios.errors import Interrupted, UsageError
 from helios.findings import FindingKind
 from helios.loops.loop import Forward, Loop, make_stray_stop, moves_batches
+from helios.model.model import find_test_step
 from helios.model.processor import Processed
 from helios.run_parts import RunParts
 from helios.run_state import Place
@@ -56,7 +57,7 @@ class EvaluationLoop(Loop):
 
     phase: ClassVar[Phase]
     noun: ClassVar[str]
-    step_name: ClassVar[str]
+    step_name: str
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,10 +430,16 @@ class ValidationLoop(ScoringLoop):
 class TestingLoop(ScoringLoop):
     """One test pass."""
 
+    _internals: ClassVar[str] = "step_name"
     __test__: ClassVar[bool] = False  # else pytest collects the class as a test
     phase = Phase.TESTING
     noun = "testing"
     step_name = "test_step"
+
+    def _bind(self, parts: RunParts) -> None:
+        # One step for both, if the model has no test_step.
+        self.step_name = find_test_step(parts.model) or "test_step"
+        super()._bind(parts)
 
     @property
     def scores(self) -> dict[str, Any]:

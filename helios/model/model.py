@@ -21,7 +21,7 @@ from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, StateError, UsageError
 from helios.hooks.context import Context
-from helios.hooks.events import Hooks, asks_nothing
+from helios.hooks.events import Hooks, asks_nothing, may_omit
 from helios.model.processor import BatchProcessor, Processed
 from helios.sharding.units import Unit
 from helios.state.discovery import Discovery
@@ -58,6 +58,25 @@ def find_pretrained_file(root: Path, name: str) -> Path:
     raise UsageError(f"No .pth file in {root} has {part!r} in its name. Check the folder.")
 
 
+def is_own(model: Model, name: str) -> bool:
+    """Whether a method is that of the user's class."""
+    return getattr(getattr(model, name), "__func__", None) is not getattr(Model, name)
+
+
+_BEFORE_VALID_STEP = ("on_validation_start", "on_validation_batch_start")
+
+
+def find_test_step(model: Model) -> str:
+    """Return the name of the step that tests a model; empty if it has none.
+
+    What the model prepares for its ``valid_step`` in events of a validation is not there in a test.
+    """
+    if model.batch_processor is not None or is_own(model, "test_step"):
+        return "test_step"
+    is_prepared = any(is_own(model, name) for name in _BEFORE_VALID_STEP)
+    return "valid_step" if is_own(model, "valid_step") and not is_prepared else ""
+
+
 class Model(Hooks, ABC):
     """Base of all models.
 
@@ -71,7 +90,6 @@ class Model(Hooks, ABC):
         engine: the engine, for manual mode: backward, the update, wrapping; set as ``device`` is.
         trainer: the trainer that runs the model; set as ``device`` is.
         global_rank: rank of this process among all, from 0.
-        rank: same as ``local_rank``.
         batch_processor: a :class:`BatchProcessor` that replaces the steps; ``None`` for none.
         scheduler_interval: when schedulers step in automatic mode, ``{name: "step" | "epoch" |
             "validation:<metric>"}``; default ``"step"``.
@@ -80,7 +98,8 @@ class Model(Hooks, ABC):
             with a warning. ``"all"``: every one. ``"keep"``: none. Validations restore the modes.
 
     Args:
-        save_name: name of the run's folder, and of its checkpoints if the trainer has no run name.
+        save_name: name of the run's folder, and of its checkpoints if the trainer has no run name;
+            by default that of the class, in lower case.
     """
 
     _internals: ClassVar[str] = (
@@ -100,7 +119,9 @@ class Model(Hooks, ABC):
     if TYPE_CHECKING:  # Where annotations are evaluated, the trainer is not known.
         trainer: Trainer
 
-    def __init__(self, save_name: str) -> None:
+    def __init__(self, save_name: str | None = None) -> None:
+        if save_name is None:
+            save_name = type(self).__name__.lower()
         is_name = isinstance(save_name, str) and save_name not in ("", ".", "..")
         if not is_name or any(mark in save_name for mark in "/\\\0"):
             raise ArgumentError(
@@ -145,8 +166,13 @@ class Model(Hooks, ABC):
 
     @property
     def loss_items(self) -> dict[str, Any]:
-        """The losses of the current batch, by name."""
+        """The losses of the current batch, by name; a step adds those that it wants logged."""
         return self._loss_items
+
+    @property
+    def val_scores(self) -> dict[str, Any]:
+        """The scores of the current or last validation, by name; steps and hooks add to them."""
+        return self._val_scores
 
     @property
     def _running_losses(self) -> dict[str, Any]:
@@ -164,7 +190,7 @@ class Model(Hooks, ABC):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The validation scores; plain numbers among them are written to the sidecar."""
+        """Same as :attr:`val_scores`; plain numbers among them are written to the sidecar."""
         return self._val_scores
 
     @property
@@ -178,11 +204,13 @@ class Model(Hooks, ABC):
         return self._discovery
 
     @abstractmethod
+    @may_omit
     def setup(self, fast_init: bool = False) -> None:
         """Build networks, optimizers and schedulers as plain attributes.
 
         Args:
-            fast_init: True for an evaluation: then only what its hooks need must be built.
+            fast_init: True for an evaluation: then only what its hooks need must be built. An
+                override may leave this argument out.
         """
 
     def shard(self) -> Sequence[nn.Module | Unit] | None:
@@ -297,10 +325,15 @@ class Model(Hooks, ABC):
         """Clear the table of losses."""
         self._loss_items.clear()
 
+    @may_omit
     def train_step(
         self, batch: Any, state: TrainingState
     ) -> Tensor | WeightedLoss | dict[str, Any] | Processed | Iterator[Any] | None:
         """Train on one batch; by default with :attr:`batch_processor`.
+
+        Args:
+            batch: the batch, on the device.
+            state: the counters of the run. An override may leave this argument out.
 
         Returns:
             A scalar loss, a :class:`WeightedLoss`, such as a sum over tokens, or a dict with one of
@@ -335,10 +368,15 @@ class Model(Hooks, ABC):
         """Clear the validation scores; cycles count from 0."""
         self._val_scores.clear()
 
+    @may_omit
     def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]] | Processed | None:
         """Validate one batch, without gradients; by default with :attr:`batch_processor`.
 
         If there are several loaders, a step that also takes ``dataloader_idx`` gets their number.
+
+        Args:
+            batch: the batch, on the device.
+            step: number of the batch in its loader. An override may leave this argument out.
 
         Returns:
             ``None``, or ``{name: (sum, weight)}``: the ratio of the totals is in the scores before
@@ -358,10 +396,15 @@ class Model(Hooks, ABC):
         """Clear the test scores."""
         self._test_scores.clear()
 
+    @may_omit
     def test_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]] | Processed | None:
-        """Test one batch, without gradients; returns as :meth:`valid_step` does."""
+        """Test one batch, without gradients; returns as :meth:`valid_step` does.
+
+        A model with a ``valid_step`` needs none: it is tested by that.
+        """
         return self._process(batch, is_evaluating=True)
 
+    @may_omit
     def predict_step(self, batch: Any, step: int) -> Any:
         """Return the prediction for one batch, without gradients.
 

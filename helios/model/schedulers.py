@@ -211,7 +211,7 @@ class Schedulers:
                     raise UsageError(
                         f"Model.scheduler_interval[{path!r}] follows the metric {metric!r}, but "
                         f"the validation scores hold {sorted(map(str, scores))}. Put the metric "
-                        "into self._val_scores, or correct its name."
+                        "into self.val_scores, or correct its name."
                     )
                 self._move(path, float(scores[metric]))
 

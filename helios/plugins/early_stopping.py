@@ -189,7 +189,7 @@ class EarlyStopping(Plugin):
             raise UsageError(
                 f"EarlyStopping(metric={self._metric!r}) must name a validation score; there are "
                 f"{sorted(scores) or 'none'}. Return it from valid_step, put it into "
-                "self._val_scores, or correct the name."
+                "self.val_scores, or correct the name."
             )
         score = scores[self._metric]
         if isinstance(score, Tensor) and score.numel() == 1:
@@ -197,7 +197,7 @@ class EarlyStopping(Plugin):
         if not isinstance(score, int | float):
             raise UsageError(
                 f"The validation score {self._metric!r} must be a number for EarlyStopping, got "
-                f"{score!r}. Put a single number into self._val_scores."
+                f"{score!r}. Put a single number into self.val_scores."
             )
         return float(score)
 

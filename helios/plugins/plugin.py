@@ -66,7 +66,6 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
         map_loc: location that weights of a checkpoint are mapped to.
         device: device of the training.
         global_rank: rank of this process among all, from 0.
-        rank: same as ``local_rank``.
         trainer: the trainer of the last call; ``None`` before the first one.
         context: the run as the plugin sees it: the model, the counters, the current batch. A
             ``UsageError`` before ``setup`` of the model, and after the end of the run.

@@ -126,7 +126,7 @@ class WindowExchange:
 def _make_change_error(table: Mapping[str, Any], shown: Mapping[str, Any]) -> UsageError:
     names = sorted(x for x in {**table, **shown} if table.get(x) is not shown.get(x))
     return UsageError(
-        f"{names} in Model._loss_items changed after the losses of the window were sent with its "
+        f"{names} in Model.loss_items changed after the losses of the window were sent with its "
         "gradients, outside of an event: in the step of an optimizer or a scheduler, or in a "
         "method marked with @asks_nothing. Change them in on_optimizer_step_end, and remove the "
         "@asks_nothing mark."
@@ -141,6 +141,6 @@ def make_loss_error(name: str, loss: Any) -> UsageError:
         shown = "one that was computed of shards, in an order that depends on the processes"
         remedy = "Compute it in the forward of the module that holds the parameters"
     return UsageError(
-        f"Model._loss_items[{name!r}] must be a number or a tensor of one element, because it is "
+        f"Model.loss_items[{name!r}] must be a number or a tensor of one element, because it is "
         f"averaged over replicas, got {shown}. {remedy}."
     )

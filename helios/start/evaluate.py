@@ -14,7 +14,7 @@ from helios.core.loss_means import as_numbers
 from helios.counters import Cursor, Phase, TrainingState
 from helios.engines.numerics import numerics
 from helios.errors import Interrupted, StateError, UsageError
-from helios.model.model import Model
+from helios.model.model import Model, find_test_step, is_own
 from helios.plugins.averaging import EMA, WeightAverage
 from helios.run_parts import RunParts
 from helios.start.checkpoint_search import find_chosen
@@ -227,7 +227,22 @@ def _log_weights(
                 if paths
                 else f"with {average}"
             )
+    if run.phase is Phase.TESTING:
+        texts += _describe_step(run.model)
     _LOGGER.info("%s of %s.", run.verb, ", ".join(texts))
+
+
+def _describe_step(model: Model) -> list[str]:
+    """Return what tests the model if it has no ``test_step``; warn if nothing does."""
+    step, kind = find_test_step(model), type(model).__name__
+    if not step and is_own(model, "valid_step"):
+        _LOGGER.warning(
+            "%s has no test_step, and its valid_step needs its on_validation_start or "
+            "on_validation_batch_start, which a test does not call. So no step is called. Write "
+            "test_step(self, batch).",
+            kind,
+        )
+    return [f"by valid_step ({kind} has no test_step)"] if step == "valid_step" else []
 
 
 def _show_scores(run: Run) -> None:

@@ -44,10 +44,10 @@ _PLAIN = (Tensor, nn.Parameter)
 def set_up_keyed(
     model: Model,
     engine: Engine,
+    set_up: Callable[[], None],
     ask_for_units: Callable[[], Sequence[nn.Module | Unit] | None],
     *,
     seed: int,
-    fast_init: bool,
 ) -> Sequence[nn.Module | Unit] | None:
     """Call ``Model.setup`` without values, then initialize the networks, and shard them if asked.
 
@@ -56,10 +56,10 @@ def set_up_keyed(
     Args:
         model: the model.
         engine: the engine of the run.
+        set_up: calls ``Model.setup``.
         ask_for_units: is called when ``Model.setup`` has returned; returns what ``Model.shard``
             returns.
         seed: the seed of the source ``init``.
-        fast_init: as ``Model.setup`` takes it.
 
     Returns:
         What ``ask_for_units`` has returned.
@@ -70,7 +70,7 @@ def set_up_keyed(
     model.loads_after_setup = []
     try:
         with torch.device("meta"), _Watch("meta", lambda tensor: None) as watch:
-            model.setup(fast_init=fast_init)
+            set_up()
         discovery, replicas = model.discovery, engine.replicas
         networks, optimizers = discovery.modules(), discovery.optimizers()
         named, units = ask_for_units(), {}

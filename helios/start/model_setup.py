@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from helios.checkpoint.loading import load_checkpoint
 from helios.core.sharded_tensors import RowShare
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
+from helios.hooks.bus import signature_of
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.sharding.recomputation import recomputed
@@ -72,19 +73,37 @@ def build_networks(
         Within it, the activations of units that ask for it are computed again in backward.
 
     Raises:
-        ArgumentTypeError: if ``Model.shard`` returns something else than units.
+        ArgumentTypeError: if ``Model.setup`` takes other arguments, or if ``Model.shard`` returns
+            something else than units.
         UsageError: if a network or an optimizer does not allow what the run asks for.
     """
+    set_up = _bind_setup(model, is_inference=is_inference)
     ask_for_units = partial(_ask_for_units, model, engine, trains=not is_inference)
     if run.init == "keyed":
-        named = set_up_keyed(model, engine, ask_for_units, seed=run.seed, fast_init=is_inference)
+        named = set_up_keyed(model, engine, set_up, ask_for_units, seed=run.seed)
     else:
-        model.setup(fast_init=is_inference)
+        set_up()
         move_networks(model, engine.device)
         named = ask_for_units()
         if engine.replicas.is_sharded:
             _shard_networks(model, engine, named)
     return recomputed({} if is_inference else _find_checkpointed(model, named))
+
+
+def _bind_setup(model: Model, *, is_inference: bool) -> Callable[[], None]:
+    """Return ``Model.setup`` with its argument, which it may leave out."""
+    place = f"{type(model).__name__}.setup"
+    signature = signature_of(place, model.setup)
+    if not signature.parameters:
+        return model.setup
+    try:
+        signature.bind(fast_init=is_inference)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"{place} must take no arguments, or fast_init=False, but takes {signature}. Correct "
+            "the parameters of the method."
+        ) from error
+    return partial(model.setup, fast_init=is_inference)
 
 
 def move_networks(model: Model, device: torch.device) -> None:

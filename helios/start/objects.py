@@ -87,7 +87,7 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
         raise ArgumentTypeError(
             f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}. "
             "Pass an object of a class that derives from helios.DataModule, whose setup() assigns "
-            "self._train_dataset."
+            "self.train_dataset."
         )
     check_made(model)
     _check_unscored(model.unscored)
@@ -131,7 +131,7 @@ def check_made(owner: Model | Plugin) -> None:
         UsageError: if it has not.
     """
     if isinstance(owner, Model):
-        attribute, call, lack = "_discovery", "super().__init__(save_name)", "a name nor state"
+        attribute, call, lack = "_discovery", "super().__init__()", "a name nor state"
     else:
         attribute, call, lack = "_unique_overrides", "super().__init__(plug_id)", "an id nor a rank"
     if attribute not in vars(owner):
@@ -248,8 +248,7 @@ def check_batch_processor(model: Model, *, is_inference: bool = False) -> None:
         if function is Model.train_step and not is_inference:
             raise ArgumentError(
                 f"{kind.__name__} must override train_step, or set batch_processor, to be trained; "
-                "got neither, so no weight would ever change. Write train_step(self, batch, "
-                "state)."
+                "got neither, so no weight would ever change. Write train_step(self, batch)."
             )
         return
     if not isinstance(model.batch_processor, BatchProcessor):

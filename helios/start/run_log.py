@@ -27,7 +27,7 @@ from helios.data.steps import StepsSource
 from helios.engines.engine import Engine
 from helios.ledger.run_file import without_secret_words
 from helios.listeners import RunListener, Validated
-from helios.model.model import Model
+from helios.model.model import Model, is_own
 from helios.model.schedulers import Schedulers, find_epoch_like
 from helios.schedule import Schedule
 from helios.start.objects import own_methods
@@ -337,7 +337,7 @@ def warn_of_idle_options(
     if validates and not has_validation:
         _LOGGER.warning(
             "There is no validation data, so valid_frequency and early_stop_cycles have no "
-            "effect. Assign self._valid_dataset in the data module's setup()."
+            "effect. Assign self.valid_dataset in the data module's setup()."
         )
     elif validates and _computes_nothing(model):
         _LOGGER.warning(
@@ -356,18 +356,14 @@ def warn_of_idle_options(
 
 def _computes_nothing(model: Model) -> bool:
     """Whether a validation calls no code of the user's model."""
-    return model.batch_processor is None and not any(_is_own(model, name) for name in _CALLED)
-
-
-def _is_own(model: Model, name: str) -> bool:
-    return getattr(getattr(model, name), "__func__", None) is not getattr(Model, name)
+    return model.batch_processor is None and not any(is_own(model, name) for name in _CALLED)
 
 
 def _suggest(model: Model) -> str:
     close = difflib.get_close_matches(_STEP, own_methods(model), n=1, cutoff=0.5)
     if close:
         return f"Rename {close[0]} to valid_step if it is meant to be that."
-    return "Write valid_step(self, batch, step), which returns {name: (sum, weight)}."
+    return "Write valid_step(self, batch), which returns {name: (sum, weight)}."
 
 
 def format_scores(scores: Mapping[str, float]) -> str:

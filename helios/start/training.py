@@ -270,7 +270,7 @@ def _open_training_source(run: Run) -> Source:
     if source is None:
         raise ArgumentError(
             f"{type(run.datamodule).__name__} must have training data for fit, got none. "
-            "Assign self._train_dataset in setup()."
+            "Assign self.train_dataset in setup()."
         )
     check_training_source(source, can_save=options.can_save, is_by_epoch=options.limits.is_by_epoch)
     source.skip_numbers(options.skip_batches)

@@ -179,7 +179,7 @@ def test_what_cannot_resume_says_what_would() -> None:
         ([torch.zeros(1)], "Give list state_dict and load_state_dict"),
         (DataLoader(Stream()), "Give the Stream state_dict and load_state_dict"),
         (DataLoader(StatefulStream(), num_workers=1), "torchdata.stateful_dataloader"),
-        (DataLoader(Indices(4), batch_size=2), "DataLoaderParams(batch_size=2"),
+        (DataLoader(Indices(4), batch_size=2), "self.create_dataset(dataset, batch_size=2"),
     ):
         assert words in remedy_of(open_foreign(loader))
 

@@ -115,9 +115,41 @@ def test_a_receiver_of_the_optional_argument_gets_it_where_it_is_given(
 
 @pytest.mark.parametrize("event", ["train_step", "valid_step"])
 def test_the_steps_of_a_model_are_checked_too(event: str) -> None:
-    wrong = type("Wrong", (QuietModel,), {event: lambda self, batch: None})("wrong")
+    wrong = type("Wrong", (QuietModel,), {event: lambda self: None})("wrong")
     parameters = ", ".join(EVENTS[event].parameters)
     with pytest.raises(ArgumentTypeError, match=rf"Wrong\.{event} must take \({parameters}\)"):
+        Bus(model=wrong)
+
+
+def take_batch(self: Any, batch: Any) -> Any:
+    return batch
+
+
+def take_batch_by_another_name(self: Any, images: Any) -> Any:
+    return images
+
+
+def take_batch_and_loader(self: Any, batch: Any, dataloader_idx: int = -1) -> Any:
+    return batch, dataloader_idx
+
+
+@pytest.mark.parametrize("event", ["train_step", "valid_step", "test_step", "predict_step"])
+def test_a_step_may_leave_out_what_follows_the_batch(event: str) -> None:
+    for method in (take_batch, take_batch_by_another_name):
+        model = type("Short", (QuietModel,), {event: method})("short")
+        assert Bus(model=model).call(event, "batch", 3) == "batch"
+
+
+def test_a_step_that_leaves_out_its_number_still_gets_that_of_the_loader() -> None:
+    model = type("Short", (QuietModel,), {"valid_step": take_batch_and_loader})("short")
+    bus = Bus(model=model)
+    assert bus.call("valid_step", "batch", 3) == ("batch", -1)
+    assert bus.call("valid_step", "batch", 3, 1) == ("batch", 1)
+
+
+def test_an_argument_is_never_taken_for_another_one_that_is_left_out() -> None:
+    wrong = type("Wrong", (QuietModel,), {"train_step": lambda self, state: None})("wrong")
+    with pytest.raises(ArgumentTypeError, match="may leave out state, but takes"):
         Bus(model=wrong)
 
 

@@ -295,7 +295,7 @@ def test_what_has_no_mean_is_refused(value: Any, shown: str) -> None:
     def note(model: Sums, batch: float) -> None:
         model._loss_items["odd"] = value
 
-    with pytest.raises(UsageError, match=rf"_loss_items\['odd'\] must be a number .* got {shown}"):
+    with pytest.raises(UsageError, match=rf"loss_items\['odd'\] must be a number .* got {shown}"):
         run_sums(Sums(note))
 
 

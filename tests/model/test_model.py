@@ -23,7 +23,7 @@ from helios.model.model import (
     find_pretrained_file,
 )
 from helios.state import Phase, TrainingState
-from tests.support.quiet import Quiet
+from tests.support.quiet import Quiet, QuietModel
 from tests.typed.user_script import Line, Numbers
 
 
@@ -57,12 +57,20 @@ def test_a_name_of_a_folder_is_accepted(name: str) -> None:
     assert Net(name).save_name == name
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", None])
+@pytest.mark.parametrize("name", ["", "..", "a/b", 3])
 def test_a_name_that_is_no_folder_is_an_error_that_shows_it(name: Any) -> None:
     """`chkpt_root/<save_name>/` belongs to one run."""
     with pytest.raises(ArgumentError, match=r"Model\(save_name=\.\.\.\) must be") as caught:
         Net(name)
     assert f"got {name!r}" in str(caught.value)
+
+
+def test_a_model_without_a_name_has_that_of_its_class_in_lower_case() -> None:
+    class DigitNet(QuietModel):
+        """Has no constructor of its own."""
+
+    assert DigitNet().save_name == "digitnet"
+    assert DigitNet("other").save_name == "other"
 
 
 def test_a_model_must_define_its_setup() -> None:
@@ -73,12 +81,12 @@ def test_a_model_must_define_its_setup() -> None:
 def test_the_tables_are_those_that_users_fill() -> None:
     model = Net()
     assert tuple(model.tables) == TABLES
-    model._loss_items["loss"] = 1.0
-    model._val_scores["acc"] = 0.5
+    model.loss_items["loss"] = 1.0
+    model.val_scores["acc"] = 0.5
     model._test_scores["acc"] = 0.25
     model._running_losses["loss"] = 4.0
-    assert model.loss_items == {"loss": 1.0}
-    assert model.metrics == {"acc": 0.5}
+    assert model._loss_items == {"loss": 1.0}
+    assert model.metrics == model._val_scores == {"acc": 0.5}
     assert model.test_scores == {"acc": 0.25}
     assert model.tables["_running_losses"] == {"loss": 4.0}
     assert all(model.tables[name] is getattr(model, name) for name in TABLES)

@@ -107,11 +107,11 @@ class PluginWithoutBase(Quiet):
 @pytest.mark.shows("U28")
 def test_a_forgotten_constructor_of_the_base_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"WithoutBase.__init__ must call super\(\).__init__\(save_"
+        UsageError, match=r"WithoutBase.__init__ must call super\(\).__init__\(\): "
     ):
         helios.Trainer(use_cpu=True).test(WithoutBase(), Numbers())
     with pytest.raises(
-        UsageError, match=r"WithoutBase.__init__ must call super\(\).__init__\(save_"
+        UsageError, match=r"WithoutBase.__init__ must call super\(\).__init__\(\): "
     ):
         helios.load_weights(tmp_path, WithoutBase())
     with pytest.raises(

@@ -197,6 +197,7 @@ def read_model(model: Model) -> None:
     assert_type(model.scheduler_interval, Mapping[str, str])
     assert_type(model.train_mode, Literal["all", "keep"] | None)
     assert_type(model.metrics, dict[str, Any])
+    assert_type(model.val_scores, dict[str, Any])
     assert_type(model.loss_items, dict[str, Any])
     assert_type(model.test_scores, dict[str, Any])
     assert_type(model.shard(), Sequence[nn.Module | Unit] | None)
