@@ -161,17 +161,6 @@ def weights_of(**tensors: torch.Tensor) -> Weights:
     return Weights(tensors)
 
 
-def test_a_file_is_never_written_over_unasked(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    path.write_text("old")
-    with pytest.raises(ArgumentError, match="exists already"):
-        write_weights(path, weights_of(a=torch.zeros(1)), kind="pt", metadata={})
-    assert path.read_text() == "old"
-    write_weights(path, weights_of(a=torch.zeros(1)), kind="pt", metadata={}, replaces=True)
-    assert torch.equal(torch.load(path, weights_only=True)["a"], torch.zeros(1))
-    assert [part.name for part in tmp_path.iterdir()] == ["x.pt"]
-
-
 def test_what_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
     weights = weights_of(a=torch.zeros(2, 2).to_sparse())
     with pytest.raises(CheckpointError, match=r"cannot hold a, torch\.sparse_coo.*--to pt"):

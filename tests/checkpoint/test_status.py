@@ -38,22 +38,6 @@ def test_a_file_is_called_what_loading_it_makes_of_it(name: str, tmp_path: Path)
         assert found.is_good
 
 
-@pytest.mark.shows("S17")
-@pytest.mark.parametrize("is_signed", [False, True])
-@pytest.mark.parametrize("name", hostile.MALICE)
-def test_nothing_in_a_file_is_executed(name: str, is_signed: bool, tmp_path: Path) -> None:
-    target = tmp_path / "executed"
-    path = hostile.write_malicious(tmp_path / "run", name, target, is_signed=is_signed)
-    for depth in Depth:
-        found, _ = status.look_into(path, depth)
-        assert not target.exists()
-    if name == "a user's class inside":
-        assert found.needs == ("tests.checkpoint.hostile.Restoring",)
-    else:
-        assert found.condition is Condition.FOREIGN
-        assert "system" in found.reason or "eval" in found.reason or "exec" in found.reason
-
-
 def make_folder(folder: Path) -> RunFolder:
     run = RunFolder(folder)
     for iteration in (1, 2, 3):
@@ -68,19 +52,6 @@ def damage(path: Path) -> None:
 def survey_one(root: Path) -> status.FolderStatus:
     (folder,) = status.survey(root)
     return folder
-
-
-def test_the_newest_whole_checkpoint_is_where_a_start_goes_on(tmp_path: Path) -> None:
-    run = make_folder(tmp_path / "run")
-    paths = [entry.path for entry in run.entries()]
-    folder = survey_one(tmp_path)
-    assert [part.path for part in folder.files] == paths
-    assert (folder.start, folder.outcome) == (paths[2], StartOutcome.RESUMES)
-    damage(paths[2])
-    assert survey_one(tmp_path).start == paths[1]
-    loaded = run.load_newest()
-    assert loaded is not None
-    assert loaded.path == paths[1]
 
 
 @pytest.mark.shows("S19")

@@ -185,12 +185,6 @@ def test_the_fit_of_another_run_is_chosen_by_name(
     assert "trained: True" in ran.err
 
 
-def test_a_script_ends_with_its_first_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ran = Ran(folder, capsys, "--json", rest="--stages two,one")
-    assert (ran.code, ran.marks) == (0, [])
-    assert Path(ran.json["ledger"]).parent.name == "two"
-
-
 @pytest.mark.shows("P59")
 @pytest.mark.parametrize(
     ("words", "rest", "message"),
@@ -214,64 +208,6 @@ def test_what_cannot_be_compared_exits_with_2(
 ) -> None:
     ran = Ran(folder, capsys, *words, rest=rest)
     assert (ran.code, "helios replay: " in ran.err, message in ran.err) == (2, True, True), ran.err
-
-
-def test_a_script_that_catches_the_error_does_not_hide_it(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = tmp_path / "runs"
-    root.mkdir()
-    code = main(["replay", str(folder / "train.py"), "--", "--root", str(root), "--catches"])
-    sys.modules.pop("neighbour", None)
-    assert code == 2
-    assert "has no ledger" in capsys.readouterr().err
-
-
-TWICE = """
-import sys, torch, helios
-from torch.utils.data import TensorDataset
-
-
-class Data(helios.DataModule):
-    def setup(self):
-        x = torch.linspace(-1, 1, 8).unsqueeze(1)
-        self._train_dataset = self._create_dataset(TensorDataset(x, x), helios.DataLoaderParams(4))
-
-
-class Line(helios.Model):
-    def setup(self, fast_init=False):
-        self.net = torch.nn.Linear(1, 1)
-        self.opt = torch.optim.SGD(self.net.parameters(), 0.1)
-
-    def train_step(self, batch, state):
-        loss = (self.net(batch[0]) - batch[1]).square().mean()
-        self.loss_items["loss"] = loss.detach()
-        return loss * (3 if self.save_name == sys.argv[2] else 1)
-
-
-for name in ("first", "second"):
-    try:
-        options = {"total_steps": 2, "chkpt_frequency": 1, "print_banner": False, "use_cpu": True}
-        helios.Trainer(chkpt_root=sys.argv[1], **options).fit(Line(name), Data())
-    except BaseException:
-        pass
-sys.exit("the end of the script")
-"""
-
-
-def test_a_script_that_catches_its_end_keeps_the_first_answer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script, rest = tmp_path / "twice.py", ["--start", "0", "--", str(tmp_path / "runs")]
-    script.write_text(TWICE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(script), str(tmp_path / "runs"), "none"])
-        with pytest.raises(SystemExit, match="the end of the script"):
-            runpy.run_path(str(script), run_name="__main__")
-    for changed in ("none", "first"):
-        code = main(["replay", str(script), *rest, changed])
-        assert code == (changed == "first")
-    assert "the end of the script" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -327,22 +263,6 @@ def test_a_run_of_one_process_is_repeated_on_two(
     ran = Ran(folder, capfd, "--nproc", "2", "--json")
     assert ran.code == 0, ran.err
     assert (ran.json["is_equal"], ran.json["num_equal"], ran.json["has_ended"]) == (True, 8, True)
-
-
-@pytest.mark.full
-def test_ranks_of_torchrun_print_one_result(folder: Path) -> None:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
-    words += ["helios", "replay", str(folder / "train.py"), "--json", "--"]
-    before = contents(folder / "runs")
-    done = subprocess.run(
-        [sys.executable, *words, "--root", str(folder / "runs")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["num_equal"] == 8
-    assert contents(folder / "runs") == before
 
 
 @pytest.mark.shows("P146")

@@ -66,23 +66,3 @@ def test_compare_shows_what_differs(runs: Path, capsys: pytest.CaptureFixture[st
     (head, *_) = _print(capsys, "compare", runs / "a" / "line", runs / "b" / "line").split(" a")
     assert {"rate"} <= {*head.split()}
     assert "width" not in head
-
-
-def test_they_are_in_the_hparams_of_the_runs_folder_once(runs: Path) -> None:
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-    from tensorboard.plugins.hparams import plugin_data_pb2
-
-    starts = []
-    for path in sorted((runs / "a" / "tb").rglob("*tfevents*")):
-        assert path.parent.parent == runs / "a" / "tb"
-        for event in EventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                if value.tag == "_hparams_/session_start_info":
-                    data = plugin_data_pb2.HParamsPluginData.FromString(
-                        value.metadata.plugin_data.content
-                    )
-                    starts.append(data.session_start_info.hparams)
-    assert len(starts) == 1
-    assert starts[0]["params.rate"].number_value == 0.1
-    assert starts[0]["optimizer.lr"].number_value == 0.1
-    assert starts[0]["model.value"].number_value == 0.05

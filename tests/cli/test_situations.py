@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import shutil
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +15,6 @@ from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payl
 from tests.checkpoint.sharded_helpers import save_sharded
 from tests.support.paused import locked
 from tests.support.synthetic_run import write_run, write_run_file
-from tests.support.terminals import run_on_terminal
 
 READ = {
     "ls": ["ls", "RUN"],
@@ -188,54 +180,3 @@ def test_a_folder_of_several_runs_holds_no_checkpoint_itself(
     make_run(tmp_path / "run")
     assert main([*words, str(tmp_path)]) == 2
     assert f"There is no checkpoint directly in {tmp_path}." in capsys.readouterr().err
-
-
-@pytest.mark.shows("P145")
-def test_a_report_of_a_checkpoint_is_that_of_its_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path / "run")
-    for place in (newest(run), save_sharded(run, 1, 4)):
-        assert main(["report", str(place)]) == 0
-        assert capsys.readouterr().out == f"Wrote {run.path / 'report.html'}.\n"
-
-
-@pytest.mark.shows("P146")
-@pytest.mark.parametrize("command", ["verify", "export", "migrate"])
-def test_long_work_shows_how_far_it_is_on_a_terminal_only(command: str, tmp_path: Path) -> None:
-    folder, out = tmp_path / "run", tmp_path / "out"
-    make_run(folder)
-    out.mkdir()
-    words = [sys.executable, "-m", "helios", *words_of(command, folder, folder, out)]
-    _, shown = run_on_terminal(words)
-    assert b"%|" in shown or b"B/s" in shown
-    force = ["--force"] if command == "export" else []
-    done = subprocess.run([*words, *force], capture_output=True, check=True, timeout=180)
-    assert done.stderr == b""
-    assert b"%|" not in done.stdout
-
-
-@pytest.mark.shows("P145")
-def test_ls_of_a_thousand_runs_reads_each_sidecar_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_run(tmp_path / "run_0")
-    for number in range(1, 1_000):
-        shutil.copytree(tmp_path / "run_0", tmp_path / f"run_{number}", copy_function=os.link)
-    opened: Counter[str] = Counter()
-    open_file = io.open
-
-    def note(file: Any, *arguments: Any, **options: Any) -> Any:
-        opened[str(file)] += 1
-        return open_file(file, *arguments, **options)
-
-    monkeypatch.setattr(io, "open", note)
-    assert main(["ls", str(tmp_path), "--json"]) == 0
-    monkeypatch.undo()
-    folders = json.loads(capsys.readouterr().out)["folders"]
-    assert len(folders) == 1_000
-    places = [(len(each["files"]), Path(each["start_path"]).name) for each in folders]
-    assert set(places) == {(2, "run_epoch_1_iter_2.pth")}
-    times = {(Path(name).suffix, count) for name, count in opened.items() if "run_" in name}
-    # A checkpoint for its size, and for its header.
-    assert times == {(".json", 1), (".jsonl", 1), (".pth", 2)}

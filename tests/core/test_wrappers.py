@@ -16,14 +16,6 @@ def compiled(module: nn.Module) -> nn.Module:
     return torch.compile(module, backend="eager")  # type: ignore[return-value]
 
 
-def test_a_module_without_wrappers_keeps_its_names() -> None:
-    """A layer may be called as a wrapper calls what it wraps."""
-    network = nn.Sequential(OrderedDict(module=nn.Linear(1, 1)))
-    state = network.state_dict()
-    assert BareNames(network).strip(state) is state
-    assert BareNames(network).of("module.weight") == "module.weight"
-
-
 @pytest.mark.shows("E33", "U12")
 @pytest.mark.parametrize("wrap", [compiled, DataParallel, lambda m: compiled(DataParallel(m))])
 def test_wrappers_leave_no_part_in_a_name(wrap: type) -> None:

@@ -78,39 +78,6 @@ def test_data_is_shared_unless_its_options_say_otherwise(is_distributed: bool | 
             assert first.tolist() == [0 if is_distributed is False and pads else 1]
 
 
-class Several(Numbers):
-    """Lists, tuples and dicts of data sets."""
-
-    def setup(self) -> None:
-        super().setup()
-        pairs = [self._create_dataset(Indices(length), self.params) for length in (3, 4)]
-        self._valid_dataset = pairs
-        self._test_dataset = tuple(pairs)
-        self._predict_dataset = {"near": pairs[0], "far": pairs[1]}
-
-
-def test_several_data_sets_give_as_many_loaders_in_order() -> None:
-    module = Several({"batch_size": 2})
-    module.setup()
-    for split in ("valid", "test"):
-        assert list(map(len, getattr(module, f"{split}_dataset"))) == [3, 4]
-        pairs = getattr(module, f"{split}_dataloader")()
-        assert isinstance(pairs, list)
-        assert [as_lists(list(loader)) for loader, _ in pairs] == [[[0, 1], [2]], [[0, 1], [2, 3]]]
-        assert all(isinstance(sampler, ResumableSequentialSampler) for _, sampler in pairs)
-
-
-def test_named_data_sets_keep_their_names() -> None:
-    module = Several({"batch_size": 2})
-    module.setup()
-    found = {name: len(data) for name, data in module.predict_dataset.items()}
-    assert found == {"near": 3, "far": 4}
-    pairs = module.predict_dataloader()
-    assert isinstance(pairs, dict)
-    assert {name: len(loader) for name, (loader, _) in pairs.items()} == {"near": 2, "far": 2}
-    assert list(pairs) == ["near", "far"]
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -141,38 +141,6 @@ def test_a_loader_with_state_goes_on_from_every_batch(kind: type[Rewinding]) -> 
                     assert run(resumed, epoch, batch) == full[6 * epoch + batch :]
 
 
-@pytest.mark.parametrize("size", [2, 7, None])
-def test_a_stream_with_state_goes_on_from_every_batch(size: int | None) -> None:
-    def make() -> Source:
-        return open_foreign(*create_dataloader(StatefulStream(), batch_size=size))
-
-    def numbers(batches: list[Any]) -> list[int]:
-        return [int(number) for batch in batches for number in torch.as_tensor(batch).reshape(-1)]
-
-    per_epoch = 7 if size is None else -(-7 // size)
-    source = make()
-    assert isinstance(source.resumes_by, ByOwnState)
-    assert source.resumes_by.name == "StatefulStream"
-    whole = [walk(source, epoch) for epoch in range(3)]
-    assert numbers(whole[2]) == list(range(20, 27))
-    for epoch in range(2):
-        for batch in range(per_epoch + 1):
-            source = make()
-            for earlier in range(epoch):
-                walk(source, earlier)
-            batches = Lone(source.batches(epoch))
-            found = [next(batches) for _ in range(batch)]
-            states = [source.state_dict()]
-            batches.close()
-            states.append(source.state_dict())
-            for state in states[: 1 if batch == per_epoch else 2]:
-                resumed = make()
-                resumed.load_state_dict(state)
-                rest = walk(resumed, epoch, batch=batch)
-                assert numbers([*found, *rest]) == numbers(whole[epoch])
-                assert numbers(walk(resumed, epoch + 1)) == numbers(whole[epoch + 1])
-
-
 @pytest.mark.shows("S65")
 def test_what_cannot_resume_says_what_would() -> None:
     for loader, words in (

@@ -7,7 +7,7 @@ saves its own state, logs by the package's loggers and fills the tables by hand.
 from __future__ import annotations
 
 import functools
-import importlib
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -312,41 +312,6 @@ class Manual(hlm.Model):
         self._loss_items["loss"].backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("module", "names"),
-    [
-        ("helios.trainer", "Trainer TrainingState TrainingUnit find_last_checkpoint"),
-        ("helios.model.model", "Model"),
-        ("helios.model", "Model MODEL_REGISTRY create_model find_pretrained_file"),
-        ("helios.data.datamodule", "DataModule DataLoaderParams Dataset DatasetSplit"),
-        ("helios.data", "DataLoaderParams DataModule DatasetSplit DATASET_REGISTRY"),
-        ("helios.data", "COLLATE_FN_REGISTRY create_dataset create_collate_fn create_dataloader"),
-        ("helios.data.samplers", "ResumableSampler ResumableRandomSampler ResumableSamplerType"),
-        ("helios.data.samplers", "ResumableSequentialSampler ResumableDistributedSampler"),
-        ("helios.data.samplers", "SAMPLER_REGISTRY create_sampler"),
-        ("helios.core", "cuda distributed logging rng get_from_optional convert_to_list"),
-        ("helios.core", "ChdirContext AverageTimer Registry update_all_registries"),
-        ("helios.core", "safe_torch_load get_env_info_str"),
-        ("helios.core.rng", "DefaultNumpyRNG get_default_numpy_rng create_default_numpy_rng"),
-        ("helios.core.rng", "seed_rngs get_rng_state_dict load_rng_state_dict get_default_seed"),
-        ("helios.core.cuda", "requires_cuda_support DisableCuDNNBenchmarkContext"),
-        ("helios.core.distributed", "is_using_torchrun init_dist shutdown_dist is_dist_active"),
-        ("helios.core.distributed", "DistributedInfo get_dist_info get_local_rank get_world_size"),
-        ("helios.core.distributed", "get_global_rank get_local_world_size gather_into_tensor"),
-        ("helios.core.distributed", "all_reduce_tensors global_print local_print safe_barrier"),
-        ("helios.core.logging", "RootLogger TensorboardWriter get_default_log_name"),
-        ("helios.core.logging", "create_default_loggers setup_default_loggers get_root_logger"),
-        ("helios.core.logging", "restore_default_loggers flush_default_loggers"),
-        ("helios.core.logging", "close_default_loggers is_root_logger_active"),
-        ("helios.core.logging", "get_tensorboard_writer"),
-        ("helios.plugins", "Plugin UniquePluginOverrides CUDAPlugin PLUGIN_REGISTRY create_plugin"),
-    ],
-)
-def test_names_are_found_where_scripts_import_them(module: str, names: str) -> None:
-    found = vars(importlib.import_module(module))
-    assert [name for name in names.split() if name not in found] == []
 
 
 PUBLISHED = """run_name='' train_unit=<TrainingUnit.EPOCH: 1> total_steps=0.0 valid_frequency='auto'

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import linecache
 import os
@@ -21,11 +20,6 @@ from torch.optim import lr_scheduler
 import helios
 from helios.errors import RunMismatchError
 from tests.integration.test_declared_params import Data
-
-
-class Mode(enum.Enum):
-    A = 1
-    B = 2
 
 
 @dataclasses.dataclass
@@ -164,12 +158,6 @@ def test_a_setting_that_is_not_taken_is_said_at_each_start(
 
 VALUES: list[tuple[Any, Any, str]] = [
     (0.1, 0.2, "model.value: 0.1 -> 0.2"),
-    (False, True, "model.value: False -> True"),
-    (Mode.A, Mode.B, "model.value: 'Mode.A' -> 'Mode.B'"),
-    ([1, (2, 3)], [1, (2, 4)], "model.value: [1, [2, 3]] -> [1, [2, 4]]"),
-    ({1, 2}, {2, 3}, "model.value: [1, 2] -> [2, 3]"),
-    (nn.ReLU, nn.GELU, "model.value: 'torch.nn.modules.activation.ReLU' -> 'torch.nn"),
-    (torch.float32, torch.float64, "model.value: 'torch.float32' -> 'torch.float64'"),
     (Config(8), Config(9), "model.value.width: 8 -> 9"),
     ({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}}, "model.value.a.c: not set -> 2"),
     (list(range(999)), list(range(998)), "model.value: 'list of "),
@@ -245,33 +233,12 @@ def test_a_finished_run_refuses_other_values(
     assert "RunMismatch" not in capsys.readouterr().err
 
 
-def test_the_command_that_has_finished_a_run_may_be_given_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(tmp_path, 1, Rated(0.1))
-    fit(tmp_path, 2, Rated(0.2))
-    assert "optimizer.lr" in said(capsys)[0]
-    fit(tmp_path, 2, Rated(0.2))
-    assert said(capsys) == []
-    with pytest.raises(RunMismatchError, match=r"optimizer.lr: 0.1 -> 0.3; model.lr: 0.2 -> 0.3"):
-        fit(tmp_path, 2, Rated(0.3))
-
-
 def test_a_folder_that_was_moved_and_other_workers_are_no_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(tmp_path, 1, Model(), Folder("/scratch/1/data", 1))
     fit(tmp_path, 1, Model(), Folder("/scratch/2/data", 0))
     assert said(capsys) == []
-
-
-def test_stages_that_a_run_has_passed_may_have_other_values(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for lines in (["model.value: 2 -> 4"], ["model.value: 4 -> 2"]):
-        for total in (2, 4):
-            fit(tmp_path, total, Model(value=total))
-        assert said(capsys) == lines
 
 
 SCRIPT = """
@@ -369,15 +336,6 @@ def test_a_finished_run_warns_of_code_in_a_script_and_refuses_it_in_a_notebook(
         edited(2, tmp_path)
     edited(3, tmp_path)
     assert said(capsys) == [f"{STEP}, in an edited cell"]
-
-
-def test_another_command_line_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for total, workers in ((1, "2"), (2, "4"), (3, "4")):
-        monkeypatch.setattr(sys, "argv", ["train.py", "--workers", workers])
-        fit(tmp_path, total, Model())
-    assert capsys.readouterr().err.count("--workers 2 -> --workers 4") == 1
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import helios
 from helios.hooks.context import Context
@@ -21,18 +21,11 @@ from helios.model.processor import BatchProcessor
 from helios.plugins import Plugin
 from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import HookContext
-from helios.state import Phase, TrainingState
+from helios.state import Phase
 from tests.support.models import OneLayer, forward
-from tests.support.resume import resume_everywhere
+from tests.support.quiet import Quiet
 from tests.support.runs import (
     RETURNS,
-    WIDTH,
-    EventLog,
-    IndexModule,
-    Outcome,
-    Requester,
-    Setting,
-    _EndRecorder,
 )
 
 _SHORT = {
@@ -76,7 +69,7 @@ class Numbers(helios.DataModule):
         return self._create_dataset(numbers, helios.DataLoaderParams(batch_size=1))
 
 
-class Teller(Plugin):
+class Teller(Quiet):
     """Does something at one event; in the list behind the hooks, so inside of their scopes."""
 
     def __init__(self, event: str = "", act: Callable[[], None] = lambda: None) -> None:
@@ -84,9 +77,6 @@ class Teller(Plugin):
         self.num_told = 0
         if event:
             setattr(self, event, lambda *args: act())
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
 
 class Noting(HookContext):
@@ -506,152 +496,3 @@ def test_a_skipped_update_is_not_committed_and_moves_no_step(unit: str) -> None:
 
 
 # The promise
-
-
-class Noisy(BatchProcessor):
-    """A processor with random transforms and a random forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__(transforms=[self.note_ids, lambda features: features + torch.rand(1)])
-        self.ids: list[int] = []
-
-    def note_ids(self, batch: Any) -> Tensor:
-        ids, features = batch
-        self.ids = ids.tolist()
-        return features
-
-    def forward(self, model: helios.Model, batch: Tensor) -> tuple[Any, Tensor]:
-        outputs = model.net(batch)
-        target = torch.tensor(self.ids).float().unsqueeze(1) / 10
-        return outputs, (outputs - target).square().mean()
-
-
-class Processed(helios.Model):
-    """A model with a batch processor; sample ids and losses are its records."""
-
-    unsaved = ("records", "batch_processor")
-
-    def __init__(self) -> None:
-        super().__init__("processed")
-        self.records: dict[int, tuple[list[int], str]] = {}
-        self.batch_processor = Noisy()
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.05)
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
-        super().on_training_batch_end(state, should_log)
-        bits = self._loss_items["loss"].numpy().tobytes().hex()
-        self.records[state.global_iteration] = (self.batch_processor.ids, bits)
-
-
-class Steering(HookContext):
-    """Moves the learning rate by its own count and by an average of losses; leaves steps out."""
-
-    def __init__(self) -> None:
-        self.updates = 0
-        self.average = torch.zeros(())
-
-    def on_enter(self, ctx: Context) -> None:
-        self.updates += 1
-        self.average = 0.9 * self.average + 0.1 * ctx.loss
-        for group in ctx.optimizer.param_groups:
-            group["lr"] = 0.05 / self.updates * float(1 + self.average)
-        if self.updates % 4 == 0:
-            ctx.skip_step("every fourth update")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"updates": self.updates, "average": self.average}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.updates, self.average = state_dict["updates"], state_dict["average"]
-
-
-class Scaling(HookContext):
-    """Counts beginnings and ends; scales weights by the count, where it is asked to."""
-
-    def __init__(self, factor: float = 1.0) -> None:
-        self.factor = factor
-        self.begun = self.ended = 0
-
-    def on_enter(self, ctx: Context) -> None:
-        if not ctx.resumed:
-            self.begun += 1
-            self._scale(ctx)
-
-    def on_exit(self, ctx: Context) -> None:
-        self.ended += 1
-        self._scale(ctx)
-
-    def _scale(self, ctx: Context) -> None:
-        with torch.no_grad():
-            ctx.model.net[0].weight.mul_(self.factor ** (self.begun + self.ended))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"begun": self.begun, "ended": self.ended}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.begun, self.ended = state_dict["begun"], state_dict["ended"]
-
-
-def steering_hooks() -> PipelineHooks:
-    hooks = PipelineHooks("steering")
-    hooks.register("on_optimizer_step", Steering())
-    for channel, factor in (
-        *(("on_loop", 1.01), ("on_epoch", 0.99), ("on_step", 1.001), ("on_batch", 0.999)),
-        *(("on_model_forward", 1.0), ("on_model_backward", 1.0)),
-    ):
-        hooks.register(channel, Scaling(factor))
-    return hooks
-
-
-def train_processed(folder: Path, setting: Setting) -> Outcome:
-    model, data, hooks = Processed(), IndexModule(setting), steering_hooks()
-    log, end = EventLog(), _EndRecorder()
-    requests = [Requester()] if setting.requests else []
-    helios.Trainer(
-        train_unit=setting.unit,
-        total_steps=setting.total_steps,
-        valid_frequency=setting.valid_frequency,
-        chkpt_frequency=setting.chkpt_frequency,
-        accumulation_steps=setting.accumulation,
-        chkpt_root=folder,
-        print_banner=False,
-        use_cpu=True,
-        plugins=[hooks, *requests, log, end],
-    ).fit(model, data)
-    parts = end.end or {"model": {}, "tables": {}, "randomness": {}, "state": (), "cursor": None}
-    tables = {**parts["tables"], "hooks": hooks.state_dict()}
-    return Outcome(
-        records=model.records,
-        events=log.events,
-        saves=log.saves,
-        fetched=data.fetched,
-        has_ended=bool(end.end),
-        **{**parts, "tables": tables},
-    )
-
-
-_RUNS = {
-    "by steps, windows of 3": {"total_steps": 6, "accumulation": 3, "valid_frequency": 2},
-    "inside of epochs": {
-        "unit": "epoch",
-        "total_steps": 2,
-        "valid_frequency": 1,
-        "accumulation": 3,
-        "requests": True,
-    },
-}
-
-
-@pytest.mark.parametrize("name", _RUNS)
-def test_hooks_with_state_and_a_processor_resume_everywhere(name: str, tmp_path: Path) -> None:
-    """The promise: contexts that steer a training have the bits of an undisturbed run."""
-    setting = Setting(**_RUNS[name])
-    whole = resume_everywhere(lambda folder: train_processed(folder, setting), tmp_path)
-    state = whole.tables["hooks"]
-    assert state["on_loop.0"] == {"begun": 1, "ended": 1}
-    assert state["on_optimizer_step.0"]["updates"] >= 4
-    assert set(state) == {f"{channel}.0" for channel in CHANNELS}
-    assert all(item["begun"] == item["ended"] for item in state.values() if "begun" in item)

@@ -21,7 +21,6 @@ from torch.utils.data import (
 )
 
 import helios
-from helios.core import rng
 from helios.data.samplers import ResumableSampler
 from helios.errors import ArgumentError
 from tests.data.datasets import join
@@ -144,57 +143,10 @@ def _plain_loader() -> DataLoader[Any]:
     return DataLoader(IndexData(), batch_size=4, shuffle=True, collate_fn=noisy_collate)
 
 
-def test_a_loader_of_the_users_own_trains_without_checkpoints() -> None:
-    model = fit(Data(None, _plain_loader()))
-    first, second = ids_of(model)[:6], ids_of(model)[6:]
-    assert sorted(join(first)) == list(range(NUM_SAMPLES))
-    assert second != first[:2]
-
-
 def test_a_loader_of_the_users_own_with_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"collate_fn=loader\.collate_fn"):
         fit(Data(None, _plain_loader()), tmp_path)
     assert not list(tmp_path.rglob("*.pth"))
-
-
-class Rewinding:
-    """A loader with state: five batches, shuffled by a generator of its own."""
-
-    def __init__(self) -> None:
-        self.position = 0
-        self.generator = torch.Generator().manual_seed(3)
-        self.start = self.generator.get_state()
-
-    def __iter__(self) -> Iterator[Any]:
-        data = IndexData(20)
-        self.generator.set_state(self.start)
-        order = torch.randperm(20, generator=self.generator).view(5, 4)
-        while self.position < 5:
-            self.position += 1
-            yield noisy_collate([data[int(index)] for index in order[self.position - 1]])
-        self.position, self.start = 0, self.generator.get_state()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "start": self.start}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.position, self.start = state_dict["position"], state_dict["start"]
-
-
-_UNITS = {
-    "by steps": {"total_steps": 13},
-    "by epochs": {"train_unit": "epoch", "total_steps": 3},
-}
-
-
-@pytest.mark.parametrize("unit", _UNITS)
-def test_a_loader_with_state_resumes_exactly(unit: str, tmp_path: Path) -> None:
-    whole = check_resumes(lambda: Data(None, Rewinding()), tmp_path, **_UNITS[unit])
-    ids = ids_of(whole)
-    assert sorted(join(ids[:5])) == sorted(join(ids[5:10])) == list(range(20))
-    assert ids[:5] != ids[5:10]
-    (sidecar, *_) = (tmp_path / "whole").glob("*/*_iter_*.json")
-    assert '"level": "restart"' in sidecar.read_text()
 
 
 class EvenFirst(ResumableSampler):
@@ -219,34 +171,6 @@ def test_a_users_sampler_resumes_exactly(tmp_path: Path) -> None:
     first = join(ids_of(whole)[:5])
     assert first[:11] == list(range(0, NUM_SAMPLES, 2))
     assert join(ids_of(whole)[5:10])[:11] == list(range(1, NUM_SAMPLES, 2))
-
-
-def test_no_data_and_no_batch_are_errors() -> None:
-    with pytest.raises(ValueError, match="The training data set must contain at least one sample"):
-        fit(Data(IndexData(0)))
-    with pytest.raises(ValueError, match=r"at least one batch, got 22 samples .*drop_last=True"):
-        fit(Data(IndexData(), batch_size=30, drop_last=True))
-
-
-@pytest.mark.shows("H8")
-def test_the_users_function_for_workers_runs_after_ours() -> None:
-    """H8: it finds the generators seeded, and what it sets stays."""
-    numbers = torch.zeros(2, 2, dtype=torch.float64).share_memory_()
-
-    def begin(worker_id: int) -> None:
-        numbers[worker_id, 0] = 1
-        numbers[worker_id, 1] = rng.get_default_numpy_rng().generator.random()
-
-    data = Data(
-        IndexData(),
-        batch_size=11,
-        num_workers=2,
-        worker_init_fn=begin,
-        multiprocessing_context="fork",
-    )
-    fit(data, total_steps=2)
-    assert numbers[:, 0].tolist() == [1, 1]
-    assert numbers[0, 1] != numbers[1, 1]
 
 
 class Wrapped(Sampler[int]):

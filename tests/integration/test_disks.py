@@ -21,6 +21,7 @@ from helios.storage.folder_lock import LOCK_NAME
 from tests.support import faults
 from tests.support.faults import Faults, make_store
 from tests.support.kills import outcome_of, run_in_child
+from tests.support.quiet import Quiet
 from tests.support.resume import assert_equal
 from tests.support.runs import Outcome, Setting, train
 
@@ -36,7 +37,7 @@ def make_setting(mode: str, **more: Any) -> Setting:
     return Setting(total_steps=_NUM_STEPS, chkpt_frequency=2, valid_frequency=None, options=options)
 
 
-class At(Plugin):
+class At(Quiet):
     """Does something to the disk at the ends of some iterations, when no save is in flight."""
 
     unsaved = ("actions",)
@@ -44,9 +45,6 @@ class At(Plugin):
     def __init__(self, actions: dict[int, Callable[[], object]]) -> None:
         super().__init__("at")
         self.actions = actions
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         if state.global_iteration in self.actions:
@@ -125,29 +123,6 @@ def test_a_full_disk_keeps_the_old_checkpoints_and_the_training_goes_on(
     assert_equal(train(small_disk, setting, Faults()), whole, since=6)
 
 
-def test_where_room_is_made_the_next_save_succeeds_and_the_run_ends_well(
-    whole: Outcome, small_disk: Path
-) -> None:
-    plugin = Faults()
-    room = At({9: lambda: enlarge(small_disk)})
-    assert_equal(train(small_disk, make_setting("async"), plugin, room), whole, since=0)
-    assert len(refusals(plugin)) == 1
-    assert plugin.trainer.exit_code == 0
-    check_sound(small_disk, [2, 4, 6, 10, 12])
-
-
-def test_a_full_disk_ends_the_training_where_that_is_asked_for(
-    whole: Outcome, small_disk: Path
-) -> None:
-    setting = make_setting("async", on_save_error="raise")
-    with pytest.raises(OSError, match="No space left on device") as caught:
-        train(small_disk, setting, Faults(settles=True))
-    assert not isinstance(caught.value, SaveError)
-    check_sound(small_disk, [2, 4, 6])
-    enlarge(small_disk)
-    assert_equal(train(small_disk, setting, Faults()), whole, since=6)
-
-
 @pytest.mark.shows("S37")
 def test_a_limit_of_the_size_of_files_is_borne_like_a_full_disk(
     whole: Outcome, tmp_path: Path
@@ -171,29 +146,6 @@ def test_a_limit_of_the_size_of_files_is_borne_like_a_full_disk(
     assert run_in_child(work, folder.with_suffix(".outcome")) == 0
     assert_equal(outcome_of(folder), whole, since=0)
     check_sound(folder, [2, 4, 10, 12])
-
-
-def test_a_disk_that_turns_read_only_leaves_what_was_committed(
-    whole: Outcome, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    place = folder / "small"
-
-    with contextlib.ExitStack() as stack:
-
-        def freeze() -> None:
-            stack.enter_context(mounted("--bind", str(place), at=place))
-            subprocess.run(["mount", "-o", "remount,ro,bind", str(place)], check=True)
-
-        plugin = Faults()
-        with pytest.raises(SaveError, match="Read-only file system"):
-            train(folder, make_setting("async"), plugin, At({5: freeze}))
-        assert len(refusals(plugin)) == 4
-        check_sound(folder, [2, 4])
-        plugin = Faults()
-        with pytest.raises(ArgumentError, match=r"chkpt_root=.* Read-only file system"):
-            train(folder, make_setting("async"), plugin)
-    assert_equal(train(folder, make_setting("async"), Faults()), whole, since=4)
 
 
 @pytest.mark.shows("S37")

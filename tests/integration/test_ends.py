@@ -11,20 +11,18 @@ import pytest
 import helios
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.resume import assert_equal
 from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, train
 
 
-class StopAt(Plugin):
+class StopAt(Quiet):
     """Answers the stop poll with yes from an iteration on."""
 
     def __init__(self, iteration: int) -> None:
         super().__init__("stop-at")
         self.iteration = iteration
         self.now = 0
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         self.now = state.global_iteration
@@ -121,15 +119,12 @@ class OnPurposeError(RuntimeError):
     """An error of the user's."""
 
 
-class RaiseIn(Plugin):
+class RaiseIn(Quiet):
     """Raises in a named event."""
 
     def __init__(self, event: str) -> None:
         super().__init__("raise-in")
         setattr(self, event, self._act)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def _act(self, *args: Any) -> None:
         raise OnPurposeError("on purpose")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import helios
-from helios.core import rng
 from helios.plugins import Plugin
 from tests.support.runs import EventLog, IndexModule, Setting, SmallModel, train
 
@@ -85,25 +84,3 @@ def test_no_data_is_no_error_and_no_event() -> None:
     assert _trainer(None, log).test(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None)
     assert log.events == [("teardown",)]
     assert _trainer(None).predict(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None) == []
-
-
-def test_validation_leaves_the_generators_as_they_were(tmp_path: Path) -> None:
-    states: list[Any] = []
-
-    class Witness(Plugin):
-        def setup(self) -> None:
-            """Nothing to prepare."""
-
-        def on_training_batch_end(self, state: helios.TrainingState, should_log: bool) -> None:
-            states.append(rng.get_rng_state_dict())
-
-        def should_training_stop(self) -> bool:
-            states.append(rng.get_rng_state_dict())
-            return False
-
-    setting = Setting(total_steps=2, valid_frequency=1)
-    train(tmp_path, setting, Witness("witness"))
-    trained, _, validated = states[:3]
-    assert trained["torch"].equal(validated["torch"])
-    assert trained["rand"] == validated["rand"]
-    assert trained["numpy"] == validated["numpy"]

@@ -20,6 +20,7 @@ from helios.listeners import Recorder, RunListener
 from helios.plugins import Plugin
 from helios.start import training
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "listeners.md"
@@ -101,15 +102,12 @@ class Numbers(helios.DataModule):
         self._valid_dataset = self._create_dataset(numbers, params)
 
 
-class Happening(Plugin):
+class Happening(Quiet):
     """An error after a step."""
 
     def __init__(self, fails_after: int) -> None:
         super().__init__("happening")
         self._fails_after = fails_after
-
-    def setup(self) -> None:
-        """Nothing is needed."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         if state.global_iteration == self._fails_after:

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.kills import kill_self, run_in_child
 from tests.support.matrix import cells
 from tests.support.matrix.cells import CELLS, TIMES, Cell
 from tests.support.matrix.owners import OWNERS
+from tests.support.quiet import Quiet
 
 GOLDEN = dict(cells.parse(cells.GOLDEN.read_text("utf-8")))
 
@@ -42,15 +42,12 @@ def test_the_golden_file_loses_nothing_and_names_only_what_cannot_be_saved() -> 
     assert wrong == {}
 
 
-class _Kill(Plugin):
+class _Kill(Quiet):
     """Ends the process, as a power cut would, when an iteration begins."""
 
     def __init__(self, iteration: int) -> None:
         super().__init__("kill")
         self.iteration = iteration
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_start(self, state: TrainingState) -> None:
         if state.global_iteration == self.iteration:

@@ -26,6 +26,7 @@ from helios.data import DataLoaderParams
 from helios.listeners import Iteration
 from helios.plugins import CSVLogger, Plugin
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
 
 _LENGTH = 20
@@ -82,15 +83,12 @@ class _Model(helios.Model):
         return float(np.mean([np.mean(each, dtype=np.float64) for each in found if each]))
 
 
-class _Hearing(Plugin):
+class _Hearing(Quiet):
     """Keeps what is logged, by iteration."""
 
     def __init__(self) -> None:
         super().__init__("hearing")
         self.logged: dict[int, dict[str, float]] = {}
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_log(self, scalars: Any, state: TrainingState) -> None:
         if any(name.startswith("train/") for name in scalars):

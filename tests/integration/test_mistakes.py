@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import helios
 from helios.loops import OptimizerLoop
 from helios.model import BatchProcessor
+from tests.support.quiet import Quiet
 
 
 class Data(helios.DataModule):
@@ -69,9 +70,7 @@ class Processed(helios.Model):
         self.batch_processor = Exchanged()
 
 
-class Late(helios.Plugin):
-    def setup(self) -> None: ...
-
+class Late(Quiet):
     def on_training_batch_end(self, state: Any) -> None: ...
 
 

@@ -5,7 +5,6 @@ The reference is an evaluation written by hand, of the networks that the script 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,41 +165,6 @@ def stored(root: Path, epoch: int = EPOCHS) -> list[bytes]:
 
 
 @pytest.mark.shows("P132")
-def test_the_counters_and_logs_are_those_of_the_end_of_fit(tmp_path: Path) -> None:
-    class Listener(Plugin):
-        unsaved = ("rows",)
-
-        def __init__(self) -> None:
-            super().__init__("listener")
-            self.rows: list[tuple[str, int]] = []
-
-        def setup(self) -> None:
-            """Nothing to prepare."""
-
-        def on_validation_end(self, validation_cycle: int) -> None:
-            self.rows.append(("validated", validation_cycle))
-
-        def on_testing_end(self) -> None:
-            self.rows.append(("tested", self.context.state.global_iteration))
-
-    listener = Listener()
-    options: dict[str, Any] = {"enable_file_logging": True, "log_path": tmp_path / "logs"}
-    trainer, model, data = make(tmp_path, listener, **options), Net(), Data()
-    assert trainer.fit(model, data)
-    listener.rows.clear()
-    trainer.test(model, data)
-    trainer.validate(model, data)
-    here = list(listener.rows)
-    listener.rows.clear()
-    again = make(tmp_path, listener, **options)
-    again.test(Net(), Data())
-    again.validate(Net(), Data())
-    assert here == listener.rows == [("tested", 4 * EPOCHS), ("validated", EPOCHS)]
-    [log] = (tmp_path / "logs").glob("*.log")
-    assert "Testing of the model as it is now, after fit." in log.read_text()
-
-
-@pytest.mark.shows("P132")
 def test_everything_else_loads_and_the_log_says_which_weights_and_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,43 +274,6 @@ def test_an_average_is_swapped_in_until_the_script_changes_its_network(
     require_as_it_is(trainer, model, data)
     text = "without the average of plugin 'ema', because of changes to net since fit."
     assert capsys.readouterr().err.count(text) == 3
-
-
-@pytest.mark.shows("P132")
-def test_plugins_are_set_up_and_keep_what_training_gave_them(tmp_path: Path) -> None:
-    class Counting(Plugin):
-        def __init__(self, plug_id: str) -> None:
-            super().__init__(plug_id)
-            self.is_open = False
-
-        def setup(self) -> None:
-            self.is_open, self.steps = True, 0
-
-        def on_training_step_end(self, state: helios.TrainingState, committed: bool) -> None:
-            self.steps += 1
-
-        def on_testing_end(self) -> None:
-            assert self.is_open
-
-        def teardown(self) -> None:
-            self.is_open = False
-
-    counting, late = Counting("counting"), Counting("late")
-    trainer, model, data = make(tmp_path, counting), Net(), Data()
-    assert trainer.fit(model, data)
-    trainer.register_plugin(late)
-    for _ in range(2):
-        trainer.test(model, data)
-        assert (counting.steps, late.steps) == (4 * EPOCHS, 0)
-
-
-@pytest.mark.shows("P132")
-def test_a_folder_that_is_gone_is_not_missed(tmp_path: Path) -> None:
-    trainer, model, data = make(tmp_path), Net(), Data()
-    assert trainer.fit(model, data)
-    shutil.rmtree(tmp_path)
-    require_as_it_is(trainer, model, data)
-    assert not tmp_path.exists()
 
 
 def _is_newest(root: Path, model: Net) -> bool:

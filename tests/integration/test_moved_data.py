@@ -21,6 +21,7 @@ from helios.ledger.book import FILE_NAME
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.kills import kill_self
+from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
 from tests.support.scripts import call
 
@@ -119,7 +120,7 @@ class Net(helios.Model):
         return self.net(batch).square().mean()
 
 
-class KillAfter(Plugin):
+class KillAfter(Quiet):
     """Kills the process in the step after an iteration."""
 
     unsaved = ("iteration",)
@@ -127,9 +128,6 @@ class KillAfter(Plugin):
     def __init__(self, iteration: int) -> None:
         super().__init__("kill-after")
         self.iteration = iteration
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         if state.global_iteration > self.iteration > 0:

@@ -20,6 +20,7 @@ from helios.plugins import Plugin
 from helios.state import Phase, TrainingState
 from helios.terminal.root_logger import get_tensorboard_writer
 from tests.loops.recorded import record
+from tests.support.quiet import Quiet
 from tests.support.resume import copy_checkpoint, resume_everywhere
 from tests.support.runs import (
     IndexData,
@@ -59,7 +60,7 @@ def test_an_epoch_is_the_head_of_the_whole_one(unit: str, tmp_path: Path) -> Non
     assert second == [*first[:2], *first[6:8]]
 
 
-class Heard(Plugin):
+class Heard(Quiet):
     """Notes the batches of evaluations."""
 
     def __init__(self) -> None:
@@ -67,9 +68,6 @@ class Heard(Plugin):
         self.heard: list[tuple[str, int]] = []
 
     unsaved = ("heard",)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_validation_batch_end(self, step: int) -> None:
         self.heard.append(("valid", step))
@@ -227,7 +225,7 @@ class Nasty(Plain):
         return super().train_step((ids, features + 0.01 * shift), state)
 
 
-class Rows(Plugin):
+class Rows(Quiet):
     """Notes what is logged, and counts validations, with a state of its own."""
 
     unsaved = ("rows",)
@@ -236,9 +234,6 @@ class Rows(Plugin):
         super().__init__("rows")
         self.rows: list[Any] = []
         self.count = 0
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_log(self, scalars: dict[str, float], state: TrainingState) -> None:
         self.rows.append((state.global_iteration, dict(scalars)))
@@ -254,7 +249,7 @@ class Rows(Plugin):
         self.count = state_dict["count"]
 
 
-class Hoarder(Plugin):
+class Hoarder(Quiet):
     """Collects in validation, without a state_dict; the training depends on it."""
 
     def __init__(self) -> None:
@@ -262,9 +257,6 @@ class Hoarder(Plugin):
         self.found: dict[int, list[Any]] = {}
 
     unsaved = ("found",)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_validation_start(self, validation_cycle: int) -> None:
         self.found.setdefault(validation_cycle, []).append(1)

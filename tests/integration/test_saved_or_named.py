@@ -18,9 +18,10 @@ from torch import nn
 import helios
 from helios.plugins import Plugin
 from tests.support.killed_fits import fit, kill, missing
+from tests.support.quiet import Quiet
 
 
-class Follower(Plugin):
+class Follower(Quiet):
     """Keeps what a row gives to it."""
 
     kept: Any = None
@@ -28,9 +29,6 @@ class Follower(Plugin):
 
     def __init__(self) -> None:
         super().__init__("follower")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
 
 class Net(helios.Model):

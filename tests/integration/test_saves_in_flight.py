@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from helios.errors import UsageError
-from helios.plugins import Plugin
 from helios.state import TrainingState
 from helios.storage import files
 from tests.support import faults
 from tests.support.faults import Fault, Faults, make_store
+from tests.support.quiet import Quiet
 from tests.support.resume import assert_equal
 from tests.support.runs import Outcome, Setting, train
 
@@ -53,7 +53,7 @@ class Gate:
         self.is_open.set()
 
 
-class Do(Plugin):
+class Do(Quiet):
     """Calls something in a named event, from an iteration on, once."""
 
     unsaved = ("action", "iteration", "now", "is_done")
@@ -63,9 +63,6 @@ class Do(Plugin):
         self.iteration, self.action = iteration, action
         self.now, self.is_done = 0, False
         setattr(self, event, self._act)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_step_start(self, state: TrainingState) -> None:
         self.now = state.global_iteration

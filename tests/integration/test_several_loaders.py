@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +9,10 @@ import pytest
 import helios
 from helios.data import create_dataloader
 from helios.plugins import Plugin
-from tests.loops.recorded import record
-from tests.support.resume import resume_everywhere
+from tests.support.quiet import Quiet
 from tests.support.runs import (
     IndexData,
     IndexModule,
-    Outcome,
-    Requester,
     Setting,
     SmallModel,
     noisy_collate,
@@ -70,7 +66,7 @@ class SeveralModel(SmallModel):
         return True
 
 
-class Hearing(Plugin):
+class Hearing(Quiet):
     """Hears the events of evaluations, some with the loader and some without."""
 
     def __init__(self) -> None:
@@ -78,9 +74,6 @@ class Hearing(Plugin):
         self.heard: list[tuple[Any, ...]] = []
 
     unsaved = ("heard",)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_validation_batch_start(self, step: int) -> None:
         self.heard.append(("start", step))
@@ -169,47 +162,6 @@ def test_predictions_are_a_list_for_each_loader(count: int) -> None:
     assert found == (expected if count > 1 else expected[0])
     heard = [("predict", s, (which[n], s), which[n]) for n, s in _steps(count)]
     assert [(*entry[:2], entry[2][:2], entry[3]) for entry in hearing.heard] == heard
-
-
-class TwoScores(SeveralModel):
-    """Its schedule and its patience follow the scores of two loaders."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup(fast_init)
-        self.best = float("inf")
-        if not fast_init:
-            self.scheduler_interval = {"scheduler": "validation:score/far"}
-
-    def have_metrics_improved(self) -> bool:
-        score = self.metrics["score/near"] + self.metrics["score/far"]
-        has_improved = score < self.best
-        self.best = min(score, self.best)
-        return has_improved
-
-
-@pytest.mark.parametrize("unit", ["iteration", "epoch"])
-def test_a_run_that_follows_two_loaders_resumes_exactly_everywhere(
-    unit: str, tmp_path: Path
-) -> None:
-    setting = Setting(scheduler="plateau")
-    is_by_epoch = unit == "epoch"
-
-    def make_run(folder: Path) -> Outcome:
-        return record(
-            folder,
-            TwoScores(setting),
-            SeveralModule(setting),
-            *([Requester()] if is_by_epoch else []),
-            train_unit=unit,
-            total_steps=4 if is_by_epoch else 14,
-            valid_frequency=1 if is_by_epoch else 3,
-            early_stop_cycles=9,
-        )
-
-    whole = resume_everywhere(make_run, tmp_path)
-    assert {"score/near", "score/far"} == set(whole.tables["_val_scores"])
-    rates = whole.model["objects"]["scheduler"]["_last_lr"]
-    assert rates[0] < 0.05, "the plateau was never seen, so the scores drive nothing"
 
 
 class Returning(IndexModule):

@@ -13,8 +13,8 @@ import torch._dynamo  # noqa: F401 - optimizers import it: once here, not in eve
 
 import helios
 from helios import Signals
-from helios.plugins import Plugin
 from tests.support.elastic import Bits, Elastic, assert_same, read_bits
+from tests.support.quiet import Quiet
 from tests.support.signals import SignalAt, newest, train_alone, undisturbed
 
 # Nothing but a signal saves, so what a run leaves is what it was asked for.
@@ -123,15 +123,12 @@ def test_workers_do_not_mind_what_is_sent_to_all_processes_of_a_job(tmp_path: Pa
     assert_same(read_bits(folder), whole)
 
 
-class PressTwice(Plugin):
+class PressTwice(Quiet):
     """Sends SIGINT, and again when the first is no longer to be taken for its echo."""
 
     def __init__(self, marker: Path) -> None:
         super().__init__("press-twice")
         self.marker = marker
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_forward_end(self, context: Any) -> None:
         if self.context.state.global_iteration == 4:

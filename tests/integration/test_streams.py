@@ -17,8 +17,8 @@ import torch
 import helios
 from helios.data import Stream
 from helios.errors import ArgumentError, RunMismatchError
-from helios.plugins import Plugin
 from tests.data.streams import NUM_SHARDS, PER_SHARD, Shards, read_rows
+from tests.support.quiet import Quiet
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexData, IndexModule, Outcome, Setting, noisy_collate, train
 
@@ -62,14 +62,8 @@ def sidecars(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("small/*_iter_*.json"))]
 
 
-class Disturb(Plugin):
+class Disturb(Quiet):
     """Draws in hooks between batches, and changes weights by that."""
-
-    def __init__(self) -> None:
-        super().__init__("disturb")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_epoch_end(self, current_epoch: int) -> None:
         self._act()

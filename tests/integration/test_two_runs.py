@@ -15,12 +15,12 @@ import pytest
 
 import helios
 from helios.errors import FolderInUseError
-from helios.plugins import Plugin
 from helios.state import TrainingState
 from helios.storage.folder_lock import LOCK_NAME
 from tests.support import elastic
 from tests.support.elastic import Elastic, assert_same, read_bits
 from tests.support.paused import another_process
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 from tests.support.resume import assert_equal
 from tests.support.runs import Setting, train
@@ -33,7 +33,7 @@ _SETTING = Setting(
 _ELASTIC = Elastic(num_replicas=3, total_steps=5)
 
 
-class PauseAt(Plugin):
+class PauseAt(Quiet):
     """Pauses at an iteration."""
 
     unsaved = ("pause", "iteration")
@@ -41,9 +41,6 @@ class PauseAt(Plugin):
     def __init__(self, iteration: int, pause: Callable[[], None]) -> None:
         super().__init__("pause-at")
         self.iteration, self.pause = iteration, pause
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         if state.global_iteration == self.iteration:

@@ -194,26 +194,6 @@ def test_lines_are_appended_while_a_thread_waits_for_the_disk(
     assert verify(tmp_path).num_iterations == 299
 
 
-def test_a_ledger_that_is_deleted_in_the_run_stops_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    book = _open(tmp_path)
-    _append(book, *range(1, 100))
-    book.sync()
-    (tmp_path / FILE_NAME).unlink()
-    _append(book, *range(100, 200))
-    for _ in range(2):
-        book.sync()
-        mark = book.mark()
-        _append(book, 200)
-    book.close()
-    assert caplog.text.count("was deleted while the run wrote it") == 1
-    assert not (tmp_path / FILE_NAME).exists()
-    book = _open(tmp_path, mark, after=199)
-    book.close()
-    assert verify(tmp_path).findings == ["the lines up to iteration 199 are missing"]
-
-
 def test_a_file_that_cannot_be_created_stops_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -19,19 +18,19 @@ from helios.checkpoint import loading
 from helios.checkpoint.store import RunFolder
 from helios.errors import (
     ArgumentError,
-    CheckpointError,
     DamagedCheckpointError,
     LedgerError,
     RunMismatchError,
     UsageError,
 )
 from helios.ledger.book import FILE_NAME
-from helios.ledger.compare import CONTENT, END, ORDER, RATES, WEIGHTS
+from helios.ledger.compare import END, ORDER, RATES, WEIGHTS
 from helios.plugins import CSVLogger, JSONLLogger, Plugin, Profiler
 from helios.state import TrainingState
 from tests.checkpoint.helpers import save_payload
 from tests.support.kills import run_in_child
 from tests.support.paused import locked
+from tests.support.quiet import Quiet
 from tests.support.resume import assert_equal, assert_events_join, iteration_of, restarts_of
 from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, replay, train
 
@@ -41,7 +40,7 @@ WINDOWS = Setting(total_steps=8, chkpt_frequency=2, accumulation=3, batch_size=2
 SETTINGS = {"iterations": STEPS, "epochs": EPOCHS, "windows": WINDOWS}
 
 
-class AtBatch(Plugin):
+class AtBatch(Quiet):
     """Does something at the end of each batch."""
 
     unsaved = ("act",)
@@ -49,9 +48,6 @@ class AtBatch(Plugin):
     def __init__(self, act: Any) -> None:
         super().__init__("at-batch")
         self.act = act
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_start(self, state: TrainingState) -> None:
         self.act(self, state)
@@ -163,11 +159,6 @@ def test_a_replay_ends_at_its_stop_or_with_its_window(
     assert repeated.events[-1][0] == "teardown"
     assert "on_training_end" not in {event[0] for event in repeated.events}
     assert whole.records.items() >= repeated.records.items()
-
-
-def test_a_stop_at_the_end_of_the_run_compares_its_end_too(whole: Path) -> None:
-    found, repeated = replay(whole, STEPS, start=12, stop=14)
-    assert (found.is_equal, found.has_ended, repeated.has_ended) == (True, True, True)
 
 
 @pytest.mark.shows("P31")
@@ -284,17 +275,8 @@ def test_another_end_is_a_difference(steps: int, iteration: int, whole: Path) ->
     assert max(repeated.records) == min(steps, 15)
 
 
-def test_a_shorter_run_is_equal_up_to_a_stop_that_it_reaches(whole: Path) -> None:
-    found, repeated = replay(whole, dataclasses.replace(STEPS, total_steps=10), stop=10)
-    assert (found.is_equal, found.num_equal, found.has_ended) == (True, 10, False)
-    assert repeated.has_ended
-
-
-class Harmful(Plugin):
+class Harmful(Quiet):
     """Changes a weight after the last update, which no loss shows."""
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         if state.global_iteration == 14:
@@ -342,46 +324,6 @@ def _interrupt(plugin: Plugin) -> None:
     plugin.context.interrupt("the test says so")
 
 
-@pytest.mark.parametrize("start", [0, 8, 9])
-def test_a_run_that_was_made_longer_is_repeated_across_its_first_end(
-    start: int, tmp_path: Path
-) -> None:
-    train(tmp_path, dataclasses.replace(STEPS, total_steps=9))
-    train(tmp_path, STEPS)
-    found, _ = replay(tmp_path, STEPS, start=start)
-    assert (found.is_equal, found.begins_after, found.num_equal) == (True, start, 14)
-
-
-class StopsLate(Plugin):
-    """Ends the run in the poll that follows the save of its second epoch."""
-
-    unsaved = ("polled", "saved")
-
-    def __init__(self) -> None:
-        super().__init__("stops-late")
-        self.polled: list[int] = []
-        self.saved: list[int] = []
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def should_training_stop(self) -> bool:
-        iteration = self.context.state.global_iteration
-        self.polled.append(iteration)
-        return iteration == 8 and self.polled.count(8) > 1
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.saved.append(self.context.state.global_iteration)
-
-
-def test_a_save_that_two_events_ask_for_is_one(tmp_path: Path) -> None:
-    whole, repeated = StopsLate(), StopsLate()
-    train(tmp_path, EPOCHS, whole)
-    assert replay(tmp_path, EPOCHS, repeated, start=0)[0].is_equal
-    assert repeated.saved == whole.saved == [4, 8]
-    assert repeated.polled == whole.polled
-
-
 def test_a_replay_that_something_interrupts_proves_nothing(whole: Path) -> None:
     with pytest.raises(UsageError, match=r"after iteration 9, before.* 14: the test says so"):
         replay(whole, STEPS, _at(9, _interrupt))
@@ -421,25 +363,6 @@ def test_a_trainer_without_folder_is_refused() -> None:
         trainer.replay(SmallModel(STEPS), IndexModule(STEPS))
 
 
-def test_a_ledger_that_begins_later_needs_a_checkpoint(whole: Path, tmp_path: Path) -> None:
-    (path,) = whole.glob("*/*_iter_8.pth")
-    setting = dataclasses.replace(STEPS, options={"resume": path})
-    train(tmp_path, setting)
-    found, _ = replay(tmp_path, setting)
-    assert (found.is_equal, found.checkpoint, found.begins_after) == (True, path, 8)
-    found, _ = replay(tmp_path, STEPS)
-    assert (found.is_equal, found.begins_after) == (True, 12)
-    for start in (0, 11):
-        with pytest.raises(
-            CheckpointError, match=rf"oldest one is of iteration 12.*start is {start}"
-        ):
-            replay(tmp_path, STEPS, start=start)
-    for each in _checkpoints(tmp_path):
-        each.unlink()
-    with pytest.raises(CheckpointError, match="there is none"):
-        replay(tmp_path, STEPS)
-
-
 def test_a_damaged_checkpoint_is_reported_and_kept(whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
     path = _checkpoints(folder)[0]
@@ -449,28 +372,6 @@ def test_a_damaged_checkpoint_is_reported_and_kept(whole: Path, tmp_path: Path) 
         replay(folder, STEPS)
     assert contents(folder) == before
     assert replay(folder, STEPS, start=8)[0].is_equal
-
-
-def test_a_damaged_ledger_is_reported(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "run")
-    (ledger,) = folder.glob(f"*/{FILE_NAME}")
-    lines = ledger.read_bytes().splitlines(keepends=True)
-    lines[7] = lines[7].replace(b'"at"', b'"et"')
-    ledger.write_bytes(b"".join(lines))
-    with pytest.raises(LedgerError, match="helios verify"):
-        replay(folder, STEPS)
-
-
-def test_a_changed_line_is_named(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "run")
-    (ledger,) = folder.glob(f"*/{FILE_NAME}")
-    lines = ledger.read_bytes().splitlines(keepends=True)
-    (place,) = (number for number, line in enumerate(lines) if b',7,7],"data"' in line)
-    data = json.loads(lines[place])["data"][1].encode()
-    lines[place] = lines[place].replace(data, data[::-1])
-    ledger.write_bytes(b"".join(lines))
-    found, _ = replay(folder, STEPS)
-    assert (found.iteration, found.what) == (7, [CONTENT])
 
 
 class Incomplete(Plugin):
@@ -506,18 +407,3 @@ def test_below_elastic_a_replay_needs_the_processes_of_the_run(whole: Path, tmp_
     with pytest.raises(UsageError, match=r"needs 2 processes.*there are 1.*nproc=2"):
         replay(folder, STEPS)
     assert replay(folder, STEPS, start=8)[0].is_equal
-
-
-def test_a_script_below_restart_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("helios.start.level.find_compiled", lambda model: ["net"])
-    ran: list[int] = []
-    with pytest.raises(UsageError, match=r"'order' .*torch.compile"):
-        replay(whole, STEPS, AtBatch(lambda plugin, state: ran.append(1)))
-    assert not ran
-
-
-def test_a_finished_replay_leaves_the_trainer_as_it_was(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "run")
-    assert replay(folder, dataclasses.replace(STEPS, options={"resume": "never"}))[0].is_equal
-    assert train(folder, STEPS).records == {}
-    assert [path.name for path in folder.iterdir()] == ["small"]

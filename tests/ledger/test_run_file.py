@@ -23,11 +23,11 @@ from helios.ledger import verify
 from helios.ledger.run_facts import read_curves, read_run
 from helios.ledger.run_file import FILE_NAME, RunFile, read_run_file
 from helios.loops import epoch
-from helios.plugins import Plugin
 from helios.start import recorders
 from helios.state import TrainingState
 from helios.storage import codec, files
 from tests.checkpoint.helpers import save_payload
+from tests.support.quiet import Quiet
 from tests.support.runs import Setting, train
 from tests.support.warned import collect_warnings
 
@@ -153,7 +153,7 @@ def test_another_machine_than_that_of_the_checkpoint_is_one_warning(
     assert not [text for text in said if "numpy" in text]
 
 
-class Leave(Plugin):
+class Leave(Quiet):
     """Interrupts the training after an iteration, or fails there."""
 
     unsaved = ("iteration", "error")
@@ -162,9 +162,6 @@ class Leave(Plugin):
         super().__init__("leave")
         self.iteration = iteration
         self.error = error
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         if state.global_iteration == self.iteration:
@@ -311,7 +308,7 @@ def test_repeated_iterations_count_once_but_their_time_does(tmp_path: Path) -> N
     assert found.validations == []
 
 
-class Slow(Plugin):
+class Slow(Quiet):
     """Training whose parts take known times."""
 
     unsaved = ("clock", "average")
@@ -320,8 +317,6 @@ class Slow(Plugin):
         super().__init__("slow")
         self.clock = clock
         self.average = 0.0
-
-    def setup(self) -> None: ...
 
     def on_fit_start(self) -> None:
         self.clock.time += 50.0

@@ -12,15 +12,13 @@ import pytest
 import torch
 
 import helios
-from helios.data import keyed, keyed_source
 from helios.errors import ArgumentError, RunMismatchError
-from helios.ledger import diff, verify, writer
+from helios.ledger import diff, verify
 from helios.ledger.book import FILE_NAME, read_lines
 from helios.ledger.line import read_float
-from helios.plugins import Plugin
-from helios.state import Phase, TrainingState
-from helios.storage import content_hash, files
-from helios.storage.content_hash import Content
+from helios.state import TrainingState
+from helios.storage import files
+from tests.support.quiet import Quiet
 from tests.support.resume import assert_equal_ledgers
 from tests.support.runs import Setting, train
 
@@ -33,7 +31,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in read_lines(path)]
 
 
-class Interrupt(Plugin):
+class Interrupt(Quiet):
     """Ends a start after an iteration."""
 
     unsaved = ("iteration",)
@@ -41,9 +39,6 @@ class Interrupt(Plugin):
     def __init__(self, iteration: int) -> None:
         super().__init__("interrupt")
         self.iteration = iteration
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         if state.global_iteration == self.iteration:
@@ -178,11 +173,6 @@ def test_a_new_run_takes_the_ledger_of_the_old_one_out_of_the_way(
     assert len(_lines(tmp_path)) == 7
 
 
-def test_a_limit_of_batches_keeps_the_indices(tmp_path: Path) -> None:
-    train(tmp_path, dataclasses.replace(SETTING, options={"batch_limits": {Phase.TRAINING: 3}}))
-    assert all(None not in line["data"] for line in _lines(tmp_path)[1:-1])
-
-
 def test_a_last_line_that_the_disk_refuses_does_not_fail_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,23 +186,6 @@ def test_a_last_line_that_the_disk_refuses_does_not_fail_the_run(
     monkeypatch.setattr(files, "write", refuse)
     train(tmp_path, SETTING)
     assert "The last line of the ledger could not be written" in capsys.readouterr().err
-
-
-class Rude(Plugin):
-    """Puts something into the table of losses at the end of some iterations."""
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        if should_log:
-            self.trainer.model.loss_items["norm"] = 1.0
-
-
-@pytest.mark.shows("P5")
-def test_hooks_behind_the_losses_change_no_line(whole: Path, tmp_path: Path) -> None:
-    train(tmp_path, dataclasses.replace(SETTING, print_frequency=3), Rude("rude"))
-    assert diff(whole, tmp_path).is_equal
 
 
 def test_an_unknown_ledger_is_refused() -> None:
@@ -264,21 +237,3 @@ def test_losses_are_means_in_float64(accumulation_steps: int, tmp_path: Path) ->
     found = [read_float(line["loss"]["loss"]) for line in _lines(tmp_path) if "loss" in line]
     assert found == [1 + 2**-24] * 2 * accumulation_steps
     assert set(model.means) == {1.0}
-
-
-@pytest.mark.shows("P70")
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_workers_read_the_batches(
-    num_workers: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = []
-
-    def note(batch: Any) -> Content:
-        read.append(batch)
-        return content_hash.read_safely(batch)
-
-    for place in (keyed_source, keyed, writer):
-        monkeypatch.setattr(place, "read_safely", note)
-    train(tmp_path, dataclasses.replace(SETTING, num_workers=num_workers))
-    assert len(read) == (0 if num_workers else 14)
-    assert_equal_ledgers(tmp_path, whole)

@@ -139,14 +139,6 @@ def test_other_validation_data_is_a_difference(tmp_path: Path) -> None:
         assert table == {"error": pytest.approx(math.fsum(errors) / 24, rel=1e-5)}
 
 
-def test_a_buffer_shows_in_the_scores(known: Path, tmp_path: Path) -> None:
-    other = train(tmp_path, Net(factor=1.5))
-    found = diff(known, other)
-    assert (found.iteration, found.what) == (EVERY, [SCORES])
-    assert [*found.details["buffers"][0]] == ["net.factor"]
-    assert found.not_compared == []
-
-
 @pytest.mark.shows("P131")
 def test_a_difference_between_two_validations_is_one_at_the_latest(
     known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -164,16 +156,6 @@ def test_a_difference_between_two_validations_is_one_at_the_latest(
     assert capsys.readouterr().out.splitlines()[0] == first
 
 
-def test_equal_runs_say_what_was_compared(
-    known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["diff", str(known), str(train(tmp_path))]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "equal: iterations 1 to 12",
-        "equal: the scores of 3 validations",
-    ]
-
-
 @pytest.mark.shows("P131")
 def test_scores_are_compared_where_both_have_validated(known: Path, tmp_path: Path) -> None:
     rare = train(tmp_path / "rare", valid_frequency=6)
@@ -185,16 +167,6 @@ def test_scores_are_compared_where_both_have_validated(known: Path, tmp_path: Pa
     found = diff(known, never)
     assert (found.is_equal, found.num_scored) == (True, 0)
     assert any("after 3 iterations were not compared" in text for text in found.not_compared)
-
-
-def test_scores_after_a_difference_of_iterations_are_not_blamed(
-    known: Path, tmp_path: Path
-) -> None:
-    other = train(tmp_path, Net(rate=0.2))
-    found = diff(known, other)
-    assert (found.iteration, found.num_scored) == (1, 0)
-    assert SCORES not in found.what
-    assert not found.may_begin_earlier
 
 
 @pytest.mark.shows("P131")
@@ -211,13 +183,6 @@ def test_a_score_is_exempt_by_name(measured: Path, tmp_path: Path) -> None:
     # The others are compared as before.
     other = train(tmp_path / "c", Exempt(measures=True), Data(0.5))
     assert {*diff(exempt[0], other).details["scores"][0]} == {"error"}
-
-
-def test_a_score_of_one_run_only_is_named(known: Path, measured: Path) -> None:
-    found = diff(known, measured)
-    assert (found.is_equal, found.num_scored) == (True, 3)
-    text = "the score 'seconds' was not compared: only one of the runs has it"
-    assert text in found.not_compared
 
 
 def split(run: Path) -> tuple[list[bytes], list[bytes]]:
@@ -252,29 +217,6 @@ def test_scores_hang_beside_the_line_of_their_iteration(known: Path) -> None:
         else:
             chain, above = own, json.loads(line).get("at", [0, 0, 0])[1]
     assert places == [(4, 4), (8, 8), (12, 12)]
-
-
-@pytest.mark.parametrize("dies", [4, 5, 7, 8, 9, 12])
-def test_a_start_that_dies_anywhere_leaves_the_same_ledger(
-    dies: int, known: Path, tmp_path: Path
-) -> None:
-    class Mortal(Net):
-        def on_validation_end(self, validation_cycle: int) -> None:
-            super().on_validation_end(validation_cycle)
-            if self.context.state.global_iteration == dies:
-                raise InterruptedError
-
-        def on_training_batch_end(
-            self, state: helios.TrainingState, should_log: bool = False
-        ) -> None:
-            super().on_training_batch_end(state, should_log)
-            if state.global_iteration == dies and dies % EVERY:
-                raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        train(tmp_path, Mortal())
-    run = train(tmp_path)
-    assert (run / "ledger.jsonl").read_bytes() == (known / "ledger.jsonl").read_bytes()
 
 
 @pytest.mark.shows("P135")
@@ -329,54 +271,6 @@ def test_verify_finds_each_change_of_scores(
     assert place is None or any(f"line {place}" in text for text in findings)
 
 
-@pytest.mark.shows("P135")
-def test_a_checkpoint_knows_the_scores_before_it(tmp_path: Path) -> None:
-    run = train(tmp_path, chkpt_frequency=EVERY)
-    path = run / "ledger.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    place = next(number for number, line in enumerate(lines) if b'"after":8' in line)
-    body = lines[place][:-TAIL_BYTES].replace(b'"error":"3', b'"error":"4').decode()
-    lines[place], _ = seal(body, json.loads(lines[place - 1])["h"])
-    path.write_bytes(b"".join(lines))
-    assert verify(path).is_good
-    sidecars = {
-        each.with_suffix(".pth").name: Sidecar.from_json(each.read_text(), name=each.name)
-        for each in run.glob("*.json")
-        if "iter" in each.name
-    }
-    findings = verify(path, sidecars).findings
-    assert any("iter_8.pth belongs to another ledger" in finding for finding in findings)
-
-
-def test_weights_that_no_line_holds_are_named(known: Path, tmp_path: Path) -> None:
-    lines = (known / "ledger.jsonl").read_bytes().splitlines(keepends=True)
-    for number in (1, 2):
-        (tmp_path / f"{number}.jsonl").write_bytes(b"".join(lines[:-1]))
-    found = diff(tmp_path / "1.jsonl", tmp_path / "2.jsonl")
-    assert "weights were not compared" in found.not_compared
-    assert diff(known, known).weights_at == TOTAL
-    found = diff(known, tmp_path / "1.jsonl")
-    assert "weights were not compared" in found.not_compared
-
-
-@pytest.mark.shows("P131")
-def test_a_resumed_run_has_the_scores_of_one_that_was_not_killed(
-    known: Path, tmp_path: Path
-) -> None:
-    class Mortal(Net):
-        def on_training_batch_end(
-            self, state: helios.TrainingState, should_log: bool = False
-        ) -> None:
-            super().on_training_batch_end(state, should_log)
-            if state.global_iteration == 11:
-                raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        train(tmp_path, Mortal())
-    found = diff(known, train(tmp_path))
-    assert (found.is_equal, found.num_scored) == (True, 3)
-
-
 @pytest.mark.shows("P131")
 def test_a_replay_compares_scores(known: Path) -> None:
     found = replay(known, Net(), start=0)
@@ -389,13 +283,6 @@ def test_a_replay_compares_scores(known: Path) -> None:
     # From a checkpoint on, and up to the first validation after it that differs.
     found = replay(known, Net(), Data(0.5), start=6)
     assert (found.begins_after, found.iteration) == (6, 8)
-
-
-def test_a_replay_exempts_what_the_model_names_today(measured: Path) -> None:
-    assert replay(measured, Net(measures=True), start=0).what == [SCORES]
-    found = replay(measured, Exempt(measures=True), start=0)
-    assert (found.is_equal, found.num_scored) == (True, 3)
-    assert "the score 'seconds' was not compared: it is unscored" in found.not_compared
 
 
 @pytest.mark.shows("P131")
@@ -420,11 +307,6 @@ def test_verify_finds_a_changed_score(
     assert main(["verify", str(run)]) == 1
     expected = "after iteration 8" if place == "best" else "after iteration 12"
     assert expected in capsys.readouterr().out
-
-
-def test_verify_without_checkpoints_compares_no_scores(known: Path) -> None:
-    found = verify(known)
-    assert (found.is_good, found.num_scored) == (True, 0)
 
 
 @pytest.mark.parametrize(
@@ -502,21 +384,6 @@ def test_scores_that_were_filled_by_hand_need_as_many_processes(tmp_path: Path) 
     lines[place], _ = seal(body.decode(), json.loads(lines[place - 1])["h"])
     (other / "ledger.jsonl").write_bytes(b"".join(lines))
     assert {*diff(two, other).details["scores"][0]} == {"part"}
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "is_compared"), [(1, 1, True), (2, 2, True), (1, 2, False), (3, 2, False)]
-)
-def test_numbers_of_processes_decide_what_is_compared(
-    one: int, other: int, *, is_compared: bool
-) -> None:
-    sides = [
-        RunScores({1: {"error": number}}, {1: {"error": count}} if count > 1 else {})
-        for number, count in ((0.5, one), (0.25, other))
-    ]
-    found = compare_scores(*sides)
-    assert (found.iteration == 1) is is_compared
-    assert any("by hand" in text for text in found.not_compared) is not is_compared
 
 
 @pytest.mark.parametrize("names", ["seconds", (1,), 3], ids=str)

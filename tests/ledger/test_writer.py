@@ -155,25 +155,6 @@ def test_replicas_that_exchange_their_batches_are_seen() -> None:
     assert one.content != other.content
 
 
-def test_the_sum_over_replicas_does_not_depend_on_who_runs_them(tmp_path: Path) -> None:
-    batches, indices = [torch.full((2,), n) for n in range(5)], [[n, n + 1] for n in range(5)]
-    found = set()
-    for cuts in ([5], [2, 5], [1, 2, 4, 5]):
-        totals, begin = [0.0] * 6, 0
-        for end in cuts:
-            block = range(begin, end)
-            writer, book = _make(tmp_path, Holder(), block, num_processes=len(cuts))
-            part = writer.batches_fetched(batches[begin:end], indices[begin:end], None)
-            if part:
-                totals = [one + other for one, other in zip(totals, part, strict=True)]
-            begin = end
-        _end(writer, _state(1), totals=totals)
-        writer.settle()
-        book.close()
-        found.add((tmp_path / FILE_NAME).read_bytes())
-    assert len(found) == 1
-
-
 def test_hashes_are_the_same_after_an_exchange() -> None:
     batches = [torch.full((2,), n) for n in range(40)]
     for indices in ([[n] for n in range(40)], None):
@@ -232,31 +213,6 @@ def test_lines_wait_for_a_second_at_most(tmp_path: Path) -> None:
     writer.before_commit()
     assert len(_lines(tmp_path)) == 5
     book.close()
-
-
-def test_an_optimizer_that_is_replaced_inside_of_a_list_is_found(tmp_path: Path) -> None:
-    class Listing(Holder):
-        def __init__(self) -> None:
-            super().__init__()
-            self.optimizers = [self.__dict__.pop("optimizer")]
-
-    holder: Any = Listing()
-    book = Book(tmp_path, run="r")
-    book.open(None, after=0)
-    writer = LedgerWriter(
-        book,
-        range(1),
-        weights=WeightDigests(dict, dict, dict, is_read=True),
-        find_optimizers=lambda: {"optimizers.0": holder.optimizers[0]},
-        attributes=vars(holder),
-    )
-    for number in (1, 2):
-        writer.batches_fetched([1], [[0]], None)
-        _end(writer, _state(number))
-        holder.optimizers[0] = torch.optim.SGD([holder.weight], lr=0.25)
-    writer.settle()
-    book.close()
-    assert [read_float(line["lr"][0]) for line in _lines(tmp_path)] == [0.5, 0.25]
 
 
 def test_an_optimizer_that_is_replaced_is_found_in_the_next_line(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from helios.model.model import (
     create_model,
     find_pretrained_file,
 )
-from helios.state import Phase, TrainingState
+from helios.state import TrainingState
 from tests.support.quiet import Quiet, QuietModel
 from tests.typed.user_script import Line, Numbers
 
@@ -129,16 +129,6 @@ def test_running_losses_are_sums_that_stay_on_the_device() -> None:
     assert running["number"] == 1.5
 
 
-def test_every_network_is_in_evaluation_mode_during_a_validation() -> None:
-    """L33; networks in containers too."""
-    model = make_net()
-    assert all(modes(model))
-    model.eval()
-    assert not any(modes(model))
-    model.train()
-    assert all(modes(model))
-
-
 @pytest.mark.shows("L33", "K39")
 def test_each_part_gets_back_the_mode_that_it_had() -> None:
     """L33, K39: a part that the user froze stays in evaluation mode."""
@@ -151,21 +141,6 @@ def test_each_part_gets_back_the_mode_that_it_had() -> None:
         model.eval()
         model.train()
         assert modes(model) == before
-
-
-def test_a_model_of_the_user_may_have_modes_of_its_own() -> None:
-    """Names that Helios keeps for itself must not be those that users choose."""
-
-    class Modal(Net):
-        def setup(self, fast_init: bool = False) -> None:
-            super().setup(fast_init)
-            self._modes = ["easy", "hard"]
-
-    model = Modal()
-    model.setup()
-    model.eval()
-    model.train()
-    assert model._modes == ["easy", "hard"]  # type: ignore[comparison-overlap]
 
 
 def test_defaults_are_the_historical_ones() -> None:
@@ -204,15 +179,6 @@ def test_methods_keep_the_names_of_their_parameters(method: str, parameters: lis
 def test_a_prediction_must_be_defined_and_the_error_names_the_class() -> None:
     with pytest.raises(UsageError, match=r"Net\.predict_step\(batch, step\) must be defined"):
         Net().predict_step(None, 0)
-
-
-def test_a_batch_goes_to_the_device_of_the_model() -> None:
-    """Batch_to_device(batch, phase)."""
-    model = Net()
-    model.device = torch.device("meta")
-    moved = model.batch_to_device({"x": [torch.ones(2)], "y": "text"}, Phase.TRAINING)
-    assert moved["x"][0].device.type == "meta"
-    assert moved["y"] == "text"
 
 
 def test_a_registered_model_is_created_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

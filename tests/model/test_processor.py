@@ -11,7 +11,7 @@ from torch import Tensor
 
 import helios
 from helios.errors import ArgumentError, ArgumentTypeError, LossNotProvidedError, UsageError
-from helios.model.processor import BatchProcessor, Processed
+from helios.model.processor import BatchProcessor
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.models import OneLayer, forward
@@ -67,98 +67,6 @@ def test_a_processor_must_say_how_it_goes_forward() -> None:
         BatchProcessor()
 
 
-@pytest.mark.shows("R27")
-def test_a_processor_returns_outputs_and_loss() -> None:
-    """R27, R28."""
-
-    class Doubling(BatchProcessor):
-        def forward(self, model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
-            return model, batch * 2
-
-    model = object()
-    assert Doubling()._process(model, 4, is_evaluating=False) == Processed(model, 8)
-    assert Doubling()._process(model, 4, is_evaluating=True) == Processed(model, 8)
-
-
-@pytest.mark.shows("R30")
-def test_a_function_is_a_processor() -> None:
-    """R30."""
-    processor = BatchProcessor.from_callable(lambda model, batch: (model, batch))
-    assert processor.need_backward is True
-    assert processor._process(1, 2, is_evaluating=False) == Processed(1, 2)
-    processor = BatchProcessor.from_callable(forward, False, abs)
-    assert processor.need_backward is False
-    assert processor._transform(-3) == 3
-
-
-@pytest.mark.shows("R29")
-def test_a_missing_loss_is_an_error_where_backward_needs_it() -> None:
-    """R29; evaluations and steps without backward need none."""
-
-    def lossless(model: Any, batch: Any) -> tuple[Any, None]:
-        return batch, None
-
-    processor = BatchProcessor.from_callable(lossless)
-    with pytest.raises(LossNotProvidedError, match="must return a loss in training"):
-        processor._process(None, 1, is_evaluating=False)
-    assert processor._process(None, 1, is_evaluating=True) == Processed(1, None)
-    manual = BatchProcessor.from_callable(lossless, need_backward=False)
-    assert manual._process(None, 1, is_evaluating=False) == Processed(1, None)
-
-
-@pytest.mark.shows("R6")
-def test_without_backward_training_has_no_loss() -> None:
-    """R6: what forward returns as a loss is for evaluations."""
-    processor = BatchProcessor.from_callable(lambda model, batch: (batch, 5), need_backward=False)
-    assert processor._process(None, 1, is_evaluating=False) == Processed(1, None)
-    assert processor._process(None, 1, is_evaluating=True) == Processed(1, 5)
-
-
-@pytest.mark.shows("R6")
-@pytest.mark.parametrize("need_backward", [True, False])
-def test_an_evaluation_needs_no_backward(need_backward: bool) -> None:
-    """R6: forward can ask; after an error too it is as before."""
-    seen: list[bool] = []
-
-    class Asking(BatchProcessor):
-        def forward(self, model: Any, batch: Any) -> tuple[Any, Any]:
-            seen.append(self.need_backward)
-            return batch, 1 / batch
-
-    processor = Asking(need_backward=need_backward)
-    processor._process(None, 1, is_evaluating=True)
-    processor._process(None, 1, is_evaluating=False)
-    with pytest.raises(ZeroDivisionError):
-        processor._process(None, 0, is_evaluating=True)
-    assert seen == [False, need_backward, False]
-    assert processor.need_backward is need_backward
-
-
-@pytest.mark.shows("R28")
-@pytest.mark.parametrize("result", [None, (1, 2, 3)])
-def test_what_is_no_pair_is_an_error(result: Any) -> None:
-    """R28."""
-    processor = BatchProcessor.from_callable(lambda model, batch: result)
-    with pytest.raises(UsageError, match=r"must return \(outputs, loss\)"):
-        processor._process(None, 1, is_evaluating=False)
-
-
-@pytest.mark.shows("R31")
-def test_transforms_are_one_or_several_in_their_order() -> None:
-    """R31."""
-
-    def plus(batch: int) -> int:
-        return batch + 1
-
-    def twice(batch: int) -> int:
-        return batch * 2
-
-    for transforms, expected in ((None, 3), (plus, 4), ([plus, twice], 8), ((twice, plus), 7)):
-        processor = BatchProcessor.from_callable(forward, transforms=transforms)
-        assert processor._transform(3) == expected
-    assert BatchProcessor.from_callable(forward, transforms=[])._transform(3) == 3
-
-
 @pytest.mark.parametrize("transforms", [3, [abs, "neg"]])
 def test_what_is_no_transform_is_an_error(transforms: Any) -> None:
     """R31."""
@@ -174,23 +82,76 @@ def test_what_is_no_answer_to_need_backward_is_an_error(need_backward: Any) -> N
         BatchProcessor.from_callable(forward, need_backward)
 
 
-@pytest.mark.shows("R33")
-def test_a_processor_neither_steps_nor_clears_gradients() -> None:
-    """R33: nor does it do backward."""
-    model = OneLayer(BatchProcessor.from_callable(forward))
-    model.setup()
-    before = [weight.clone() for weight in weights_of(model)]
-    model.net.weight.grad = torch.ones(1, 1)
-    model.batch_processor._process(model, torch.ones(1, 1), is_evaluating=False)
-    assert are_equal(weights_of(model), before)
-    assert torch.equal(model.net.weight.grad, torch.ones(1, 1))
-    assert model.net.bias.grad is None
-
-
 # In a run
 
 
-@pytest.mark.shows("R33", "C12")
+@pytest.mark.shows("R29")
+def test_a_missing_loss_is_an_error_where_backward_needs_it() -> None:
+    """R29; evaluations and steps without backward need none."""
+
+    def lossless(model: Any, batch: Any) -> tuple[Any, None]:
+        return batch, None
+
+    with pytest.raises(LossNotProvidedError, match="must return a loss in training"):
+        make_trainer().fit(OneLayer(BatchProcessor.from_callable(lossless)), Numbers())
+    manual = OneLayer(BatchProcessor.from_callable(lossless, need_backward=False))
+    assert make_trainer(valid_frequency=1).fit(manual, Numbers())
+
+
+@pytest.mark.shows("R6")
+def test_without_backward_training_has_no_loss() -> None:
+    """R6: what forward returns as a loss is for evaluations."""
+
+    def stepping(model: OneLayer, batch: Tensor) -> tuple[Tensor, Tensor]:
+        model.optimizer.step()
+        return batch, torch.tensor(5.0)
+
+    model = OneLayer(BatchProcessor.from_callable(stepping, need_backward=False))
+    assert make_trainer(valid_frequency=1).fit(model, Numbers())
+    assert (dict(model.loss_items), model.metrics) == ({}, {"loss": 5.0})
+
+
+@pytest.mark.shows("R6")
+def test_after_an_error_in_an_evaluation_backward_is_needed_as_before() -> None:
+    class Failing(BatchProcessor):
+        def forward(self, model: Any, batch: Any) -> tuple[Any, Any]:
+            assert self.need_backward is False
+            raise ZeroDivisionError
+
+    processor = Failing()
+    with pytest.raises(ZeroDivisionError):
+        make_trainer().validate(OneLayer(processor), Numbers(), checkpoint=None)
+    assert processor.need_backward is True
+
+
+@pytest.mark.shows("R28")
+@pytest.mark.parametrize("result", [None, (1, 2, 3)])
+def test_what_is_no_pair_is_an_error(result: Any) -> None:
+    """R28."""
+    model = OneLayer(BatchProcessor.from_callable(lambda model, batch: result))
+    with pytest.raises(UsageError, match=r"must return \(outputs, loss\)"):
+        make_trainer().fit(model, Numbers())
+
+
+@pytest.mark.shows("R31")
+def test_transforms_are_one_or_several_in_their_order() -> None:
+    """R31."""
+
+    def plus(batch: Tensor) -> Tensor:
+        return batch + 1
+
+    def twice(batch: Tensor) -> Tensor:
+        return batch * 2
+
+    def same(model: Any, batch: Tensor) -> tuple[Tensor, None]:
+        return batch, None
+
+    for given, expected in ((None, 1), (plus, 2), ([plus, twice], 4), ((twice, plus), 3), ([], 1)):
+        model = OneLayer(BatchProcessor.from_callable(same, transforms=given))
+        assert make_trainer().predict(model, Numbers(), checkpoint=None)[0].item() == expected
+
+
+@pytest.mark.shows("R30", "R33", "C12")
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_processor_trains_as_a_step_does(unit: str, accumulation: int) -> None:
@@ -239,7 +200,7 @@ def test_evaluations_reuse_the_processor_with_backward_off(need_backward: bool) 
         assert seen == evaluation
 
 
-@pytest.mark.shows("R48")
+@pytest.mark.shows("R27", "R48")
 def test_validation_and_test_give_the_loss_as_a_score() -> None:
     """R28: the mean over samples, in float64; predictions are the outputs."""
     model = OneLayer(BatchProcessor.from_callable(forward))
@@ -308,15 +269,11 @@ def test_a_processor_with_state_is_saved_as_any_object_is(
     assert "WARNING" not in capsys.readouterr().err
 
 
-def unreduced(model: Any, batch: Any) -> Any:
-    return model.net(batch), model.net(batch)
-
-
 def forgetful(batch: Any) -> None:
     batch + 1
 
 
 def test_a_transform_that_returns_nothing_is_named() -> None:
-    processor = BatchProcessor.from_callable(unreduced, transforms=[torch.neg, forgetful])
-    with pytest.raises(UsageError, match="forgetful, a transform of unreduced, must return the b"):
-        processor._transform(torch.ones(1))
+    model = OneLayer(BatchProcessor.from_callable(forward, transforms=[torch.neg, forgetful]))
+    with pytest.raises(UsageError, match="forgetful, a transform of forward, must return the b"):
+        make_trainer().fit(model, Numbers())

@@ -46,18 +46,6 @@ def rate(scheduler: LRScheduler) -> float:
     return float(scheduler.optimizer.param_groups[0]["lr"])
 
 
-def test_a_scheduler_moves_after_each_step_by_default() -> None:
-    scheduler = halving()
-    schedulers = Schedulers({"scheduler": scheduler}, {})
-    schedulers.after_epoch()
-    schedulers.after_validation({"score": 1.0})
-    assert rate(scheduler) == 1.0
-    schedulers.after_step()
-    assert rate(scheduler) == 0.5
-    schedulers.after_step()
-    assert rate(scheduler) == 0.25
-
-
 @pytest.mark.shows("L18")
 def test_each_scheduler_moves_at_its_own_interval() -> None:
     parts = {"step": halving(), "epoch": halving(), "nested.0": plateau()}

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 import helios
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.warned import collect_warnings
 
 TOTAL, FREQUENCY = 12, 3
@@ -108,7 +109,7 @@ class Case:
     connect: Callable[[helios.Trainer], object] = lambda _: None
 
 
-class Recorder(Plugin):
+class Recorder(Quiet):
     """Keeps all losses, and of what the model holds at the end."""
 
     unsaved = ("losses", "end")
@@ -117,9 +118,6 @@ class Recorder(Plugin):
         super().__init__("recorder")
         self.losses: dict[int, str] = {}
         self.end: dict[str, str] = {}
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         losses = self.context.model.loss_items

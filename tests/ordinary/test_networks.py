@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import multiprocessing
 from collections.abc import Callable
@@ -35,44 +34,13 @@ class Tied(nn.Module):
 class Recurrent(nn.Module):
     """A recurrent network over the features, one by one."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.rnn = kind(1, 4, num_layers=2, dropout=0.2, batch_first=True)
+        self.rnn = nn.LSTM(1, 4, num_layers=2, dropout=0.2, batch_first=True)
         self.head = nn.Linear(4, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.rnn(inputs.unsqueeze(-1))[0][:, -1])
-
-
-class Attending(nn.Module):
-    """A transformer's encoder over the features, with positions from a fixed table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(1, 8)
-        places = torch.arange(WIDTH).unsqueeze(1) / torch.arange(1, 9)
-        self.register_buffer("positions", places.sin(), persistent=False)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed(inputs.unsqueeze(-1)) + self.positions).mean(1))
-
-
-class Convolved(nn.Module):
-    """A small residual network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv1d(1, 4, 3, padding=1)
-        self.block = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 4, 3, padding=1))
-        self.norm = nn.GroupNorm(2, 4)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        found = self.stem(inputs.unsqueeze(1))
-        return self.head(self.norm(found + self.block(found)).mean(-1))
 
 
 class Counting(nn.Module):
@@ -143,23 +111,6 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.middle, inputs, use_reentrant=False))
 
 
-class Experts(nn.Module):
-    """Parts in a list, a dict and a list of parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(3))
-        self.gates = nn.ModuleDict({"soft": nn.Linear(WIDTH, 3), "unused": nn.Identity()})
-        self.scales = nn.ParameterList(torch.ones(1) for _ in range(3))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        gate = self.gates["soft"](inputs).softmax(-1)
-        parts = [
-            scale * expert(inputs) for scale, expert in zip(self.scales, self.experts, strict=True)
-        ]
-        return (gate.unsqueeze(1) * torch.stack(parts, -1)).sum(-1)
-
-
 def perceptron(*middle: nn.Module) -> nn.Sequential:
     """Return two layers with something between them."""
     return nn.Sequential(nn.Linear(WIDTH, 4), *middle, nn.Tanh(), nn.Linear(4, 1))
@@ -221,25 +172,14 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "tied weights": Tied,
     "frozen layers": frozen,
     "batch norm": lambda: perceptron(nn.BatchNorm1d(4)),
-    "batch norm with a cumulative average": lambda: perceptron(nn.BatchNorm1d(4, momentum=None)),
-    "dropout": lambda: perceptron(nn.Dropout(0.5)),
-    "names in an ordered dict": lambda: nn.Sequential(
-        collections.OrderedDict(body=nn.Linear(WIDTH, 4), act=nn.ReLU(), head=nn.Linear(4, 1))
-    ),
-    "weight norm": lambda: with_first(parametrizations.weight_norm),
     "spectral norm": lambda: with_first(parametrizations.spectral_norm),
-    "orthogonal weights": lambda: with_first(parametrizations.orthogonal),
     "the older spectral norm": lambda: with_first(nn.utils.spectral_norm),
     "pruning": pruned,
-    "LSTM": lambda: Recurrent(nn.LSTM),
-    "GRU": lambda: Recurrent(nn.GRU),
-    "transformer": Attending,
-    "convolution": Convolved,
+    "LSTM": Recurrent,
     "a count of calls": Counting,
     "a codebook": Codebook,
     "a momentum encoder": Momentum,
     "activation checkpointing": Checkpointed,
-    "experts": Experts,
     "lazy layers, run in setup": lazy,
     "torch.fx": scripted,
     "torch.compile": lambda: torch.compile(perceptron(nn.Dropout(0.2)), backend="eager"),
@@ -263,7 +203,6 @@ class WithNetwork(Regression):
 
 @pytest.mark.shows("S43")
 @pytest.mark.sampled(2)
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
     assert_ordinary(Case(lambda: WithNetwork(name)), tmp_path)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.nn.utils import get_total_norm
 
-from helios.plugins import Plugin
 from helios.plugins.gradient_norm import GradientNormMonitor
 from tests.plugins.test_learning_rate import Curves, fit
+from tests.support.quiet import Quiet
 from tests.support.resume import copy_checkpoint
 from tests.support.runs import Setting, SmallModel, train
 
 
-class Expected(Plugin):
+class Expected(Quiet):
     """Computes the norms from the gradients by name, in its own way."""
 
     unsaved = ("norms",)
@@ -26,9 +26,6 @@ class Expected(Plugin):
         super().__init__("expected")
         self.norm_type = norm_type
         self.norms: dict[int, dict[str, float]] = {}
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_optimizer_step_start(self, optimizer: Any) -> None:
         net = self.context.model.net

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ from helios.loops.loop import Loop
 from helios.plugins import Plugin
 from helios.plugins.learning_rate import LearningRateMonitor
 from helios.state import TrainingState
-from tests.support.resume import copy_checkpoint
-from tests.support.runs import IndexModule, Setting, SmallModel, train
+from tests.support.quiet import Quiet
+from tests.support.runs import IndexModule, Setting, SmallModel
 
 
-class Curves(Plugin):
+class Curves(Quiet):
     """Keeps what is logged, by iteration; losses and scores are left out."""
 
     unsaved = ("points",)
@@ -26,9 +25,6 @@ class Curves(Plugin):
     def __init__(self) -> None:
         super().__init__("curves")
         self.points: dict[int, dict[str, float]] = {}
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_log(self, scalars: dict[str, float], state: TrainingState) -> None:
         for name, value in scalars.items():
@@ -129,23 +125,3 @@ def test_curves_are_called_by_optimizer_and_group(
     model = Grouped(Setting(total_steps=1, print_frequency=1))
     model.names = names
     assert fit(model, LearningRateMonitor(**options)).points == {1: expected}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("unit", ["iteration", "epoch"])
-def test_a_resume_logs_what_an_undisturbed_run_has(
-    unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    total = 6 if unit == "iteration" else 2
-    setting = Setting(unit=unit, total_steps=total, accumulation=2, print_frequency=1)
-    setting.requests = unit == "epoch"
-    whole = Curves()
-    train(tmp_path / "whole", setting, LearningRateMonitor(momentum=True), whole)
-    for path in sorted((tmp_path / "whole").glob("*/*.pth"))[:-1]:
-        since = int(path.stem.split("_iter_")[1])
-        resumed = Curves()
-        folder = copy_checkpoint(path, tmp_path / f"from-{since}")
-        train(folder, setting, LearningRateMonitor(momentum=True), resumed)
-        assert resumed.points == {n: p for n, p in whole.points.items() if n > since}
-    said = capsys.readouterr().err
-    assert "has no state_dict" not in said

@@ -14,6 +14,7 @@ from helios.core import rng
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins import Metrics, Plugin
 from helios.state import Phase, TrainingState
+from tests.support.quiet import Quiet
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, train
 
@@ -41,7 +42,7 @@ class Mean:
         self.total, self.count = state_dict["total"], state_dict["count"]
 
 
-class Listener(Plugin):
+class Listener(Quiet):
     """Notes what is logged, and where."""
 
     unsaved = ("heard",)
@@ -49,9 +50,6 @@ class Listener(Plugin):
     def __init__(self) -> None:
         super().__init__("listener")
         self.heard: list[tuple[int, str, float]] = []
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_log(self, scalars: dict[str, float], state: TrainingState) -> None:
         self.heard += [(state.global_iteration, name, value) for name, value in scalars.items()]
@@ -113,27 +111,6 @@ def test_a_validation_has_a_value_in_the_table_and_in_the_log(tmp_path: Path) ->
     assert '"ids": 2.5' in path.read_text()
 
 
-class Choosy(SmallModel):
-    """Looks for the plugin's value at the end of each pass."""
-
-    unsaved = ("records", "setting", "found")
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup(fast_init)
-        self.found: list[Any] = []
-
-    def on_validation_end(self, validation_cycle: int) -> None:
-        super().on_validation_end(validation_cycle)
-        self.found.append(self.metrics["ids"])
-
-    def have_metrics_improved(self) -> bool:
-        self.found.append(self.metrics["ids"])
-        return False
-
-    def on_testing_end(self) -> None:
-        self.found.append(self.test_scores["ids"])
-
-
 def _fit(model: SmallModel, *plugins: Plugin, **options: Any) -> helios.Trainer:
     trainer = helios.Trainer(
         train_unit="iteration",
@@ -146,15 +123,6 @@ def _fit(model: SmallModel, *plugins: Plugin, **options: Any) -> helios.Trainer:
     )
     trainer.fit(model, IndexModule(model.setting))
     return trainer
-
-
-def test_the_model_decides_by_the_value() -> None:
-    """It is there before the model's own events, and before early stopping."""
-    model = Choosy(Setting())
-    plugins = (_of({"ids": Mean()}, Phase.VALIDATION), _of({"ids": Mean()}, Phase.TESTING))
-    _fit(model, *plugins, early_stop_cycles=2).test(model, IndexModule(Setting()))
-    assert model.found == [2.5] * 5
-    assert len(model.records) == 4
 
 
 class Shell(nn.Module):
@@ -244,23 +212,6 @@ def test_a_resume_anywhere_gives_the_same_values(
         # NaN is not equal to itself.
         tail = whole[len(whole) - len(heard) :]
         assert [repr(item) for item in heard] == [repr(item) for item in tail]
-
-
-def test_what_a_metric_keeps_over_a_reset_is_kept_over_a_resume(tmp_path: Path) -> None:
-    import torchmetrics
-
-    def run(folder: Path, steps: int) -> list[tuple[int, str, float]]:
-        accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
-        metrics = {"extremes": torchmetrics.wrappers.MinMaxMetric(accuracy)}
-        listener = Listener()
-        plugin = _of(metrics, inputs=_probabilities, every=2)
-        train(folder, Setting(total_steps=steps), plugin, listener)
-        return [entry for entry in listener.heard if "extremes" in entry[1]]
-
-    whole = run(tmp_path / "whole", 8)
-    assert run(tmp_path / "resumed", 5) + run(tmp_path / "resumed", 8) == whole
-    values = {name: value for iteration, name, value in whole if iteration == 6}
-    assert values["train/extremes/max"] > values["train/extremes/raw"]
 
 
 class Rolling(Mean):

@@ -25,6 +25,7 @@ from tests.support.elastic import (
     make_trainer,
     read_bits,
 )
+from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
 from tests.support.runs import digest
 
@@ -90,7 +91,7 @@ class Unlike(Seen):
     merge_state = None  # type: ignore[assignment]
 
 
-class Recorder(Plugin):
+class Recorder(Quiet):
     """Writes what is logged, by process, and is killed where it is told to.
 
     Args:
@@ -104,9 +105,6 @@ class Recorder(Plugin):
         super().__init__("recorder")
         self.folder, self.until = folder, until
 
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
     def on_log(self, scalars: dict[str, float], state: TrainingState) -> None:
         line = json.dumps([state.global_iteration, scalars])
         with (self.folder / f"logged-{self.context.rank}.jsonl").open("a") as file:
@@ -117,16 +115,10 @@ class Recorder(Plugin):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Counter(Plugin):
+class Counter(Quiet):
     """Keeps the samples of each replica, and logs them together."""
 
     _internals = "parts"
-
-    def __init__(self) -> None:
-        super().__init__("counter")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def _begin(self) -> None:
         self.parts = self.context.per_replica(Seen, lambda first, second: first + second)
@@ -298,15 +290,12 @@ class _Noise(helios.DataModule):
         self._train_dataset = self._create_dataset(data, params)
 
 
-class _Logged(Plugin):
+class _Logged(Quiet):
     unsaved = ("values",)
 
     def __init__(self) -> None:
         super().__init__("logged")
         self.values: list[float] = []
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_log(self, scalars: dict[str, float], state: TrainingState) -> None:
         self.values += [value for name, value in scalars.items() if name == "train/accuracy"]

@@ -16,6 +16,7 @@ from helios.plugins import Plugin
 from helios.plugins.nan_guard import NaNGuard
 from helios.state import TrainingState
 from tests.loops.recorded import record
+from tests.support.quiet import Quiet
 from tests.support.resume import resume_everywhere
 from tests.support.runs import (
     IndexData,
@@ -64,7 +65,7 @@ class NanModule(IndexModule):
         )
 
 
-class Counting(Plugin):
+class Counting(Quiet):
     """Notes the counters after each window, whether it made its update, and the weights."""
 
     unsaved = ("seen", "before")
@@ -73,9 +74,6 @@ class Counting(Plugin):
         super().__init__("counting")
         self.seen: list[tuple[int, int, int, bool]] = []
         self.before: dict[str, torch.Tensor] = {}
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return {k: v.clone() for k, v in self.context.model.net.state_dict().items()}

@@ -12,7 +12,6 @@ import torch
 
 from helios.errors import UsageError
 from helios.plugins.nan_guard import NaNGuard
-from helios.plugins.plugin import Plugin
 from helios.state import TrainingState
 from tests.support.elastic import (
     Elastic,
@@ -22,6 +21,7 @@ from tests.support.elastic import (
     make_trainer,
     read_bits,
 )
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 from tests.support.runs import digest
 
@@ -56,7 +56,7 @@ class Broken(ElasticModel):
         return loss
 
 
-class Witness(Plugin):
+class Witness(Quiet):
     """Writes what each process has seen of the updates."""
 
     unsaved = ("folder", "until")
@@ -64,9 +64,6 @@ class Witness(Plugin):
     def __init__(self, folder: Path, until: int = 0) -> None:
         super().__init__("witness")
         self.folder, self.until = folder, until
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_optimizer_step_end(self, optimizer: torch.optim.Optimizer, committed: bool) -> None:
         with (self.folder / f"updates-{self.context.rank}.jsonl").open("a") as file:

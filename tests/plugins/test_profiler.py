@@ -10,8 +10,7 @@ import pytest
 from torch.profiler import ProfilerActivity
 
 from helios.plugins.profiler import Profiler
-from tests.support.resume import resume_everywhere
-from tests.support.runs import Outcome, Setting, train
+from tests.support.runs import Setting, train
 
 _CPU = {"activities": [ProfilerActivity.CPU]}
 
@@ -51,25 +50,6 @@ def test_no_bit_of_the_training_changes(tmp_path: Path) -> None:
     assert profiled.records == plain.records
     assert profiled.bits() == plain.bits()
     assert profiled.events == plain.events
-
-
-def test_a_resumed_run_begins_the_schedule_anew(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    setting = Setting(total_steps=8)
-
-    def run(folder: Path) -> Outcome:
-        return train(folder, setting, Profiler(folder, wait=0, warmup=1, active=2, **_CPU))
-
-    resume_everywhere(run, tmp_path, is_whole=True)
-    assert [_steps(names) for names in _traces(tmp_path / "whole")] == [[1, 2]]
-    for number in range(7):
-        left = 7 - number
-        expected = [[step for step in (1, 2) if step <= left]]
-        found = [_steps(names) for names in _traces(tmp_path / f"resumed-{number}")]
-        assert found == expected, number
-    said = capfd.readouterr().err
-    assert "has no state_dict" not in said
 
 
 def test_a_training_that_ends_before_anything_was_recorded_is_warned_of(

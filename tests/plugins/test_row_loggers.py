@@ -15,7 +15,8 @@ from helios.errors import ArgumentError
 from helios.plugins.plugin import Plugin
 from helios.plugins.row_loggers import CSVLogger, JSONLLogger
 from tests.support.kills import KillAt, train_in_child
-from tests.support.resume import copy_checkpoint, resume_everywhere
+from tests.support.quiet import Quiet
+from tests.support.resume import copy_checkpoint
 from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, train
 
 NAMES = ("log.csv", "log.jsonl")
@@ -25,14 +26,8 @@ def _setting(**changed: Any) -> Setting:
     return Setting(**{"print_frequency": 1, "total_steps": 14, **changed})
 
 
-class Talker(Plugin):
+class Talker(Quiet):
     """Logs wherever a training has something to say."""
-
-    def __init__(self) -> None:
-        super().__init__("talker")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_fit_start(self) -> None:
         if self.context.state.global_iteration == 0:
@@ -89,7 +84,7 @@ def test_a_jsonl_file_has_an_object_for_each_call(tmp_path: Path) -> None:
     assert spread == [tuple(row.values()) for row in rows]
 
 
-class Odd(Plugin):
+class Odd(Quiet):
     """Logs numbers and names that are hard to write."""
 
     numbers = (
@@ -104,12 +99,6 @@ class Odd(Plugin):
         -math.inf,
     )
     names = ("plain", "a,b", 'a"b', "a\nb", "a\rb", "é", "", "a b", "x")
-
-    def __init__(self) -> None:
-        super().__init__("odd")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_fit_start(self) -> None:
         self.context.log(dict(zip(self.names, self.numbers, strict=True)) | {"epoch": 7.0})
@@ -144,59 +133,11 @@ def test_two_loggers_must_not_write_one_file(
     assert not path.exists()
 
 
-def _left_by_a_kill(whole: Path, since: int, kind: str) -> dict[str, bytes]:
-    """Return the files as a kill leaves them some time after a checkpoint."""
-    left = {}
-    for name in NAMES:
-        data = (whole / name).read_bytes()
-        mark = _marks(whole, since)[name]
-        assert data[:mark].endswith(b"\n")
-        torn = data[: mark + 17] if kind == "in a row" else data
-        left[name] = data[:mark] if kind == "at once" else torn
-    return left
-
-
 def _marks(whole: Path, since: int) -> dict[str, int]:
     (path,) = whole.glob(f"*/*_iter_{since}.pth")
     plugins = helios.load_checkpoint(path)["plugins"]
     ids = {"log.csv": "csv-logger", "log.jsonl": "jsonl-logger"}
     return {name: plugins[key]["mark"]["size"] for name, key in ids.items()}
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("kind", ["at once", "in a row", "at the end"])
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"accumulation": 3},
-        {"unit": "epoch", "total_steps": 3, "valid_frequency": 1, "requests": True},
-        {"unit": "epoch", "total_steps": 3, "is_manual": True, "requests": True},
-    ],
-    ids=["steps", "accumulation", "epochs", "manual"],
-)
-def test_a_killed_runs_files_are_the_undisturbed_ones(
-    changed: dict[str, Any], kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    setting = _setting(**changed)
-    whole = tmp_path / "whole"
-
-    def resume(folder: Path) -> Outcome:
-        (path,) = folder.glob("*/*.pth")
-        since = int(path.stem.split("_iter_")[1])
-        for name, data in _left_by_a_kill(whole, since, kind).items():
-            (folder / name).write_bytes(data)
-        outcome = _run(folder, setting)
-        if outcome.has_ended:
-            for name in NAMES:
-                assert (folder / name).read_bytes() == (whole / name).read_bytes(), since
-        assert {path.name for path in folder.glob("log*")} == set(NAMES)
-        return outcome
-
-    resume_everywhere(lambda folder: _run(folder, setting), tmp_path, make_resumed=resume)
-    said = capfd.readouterr()
-    assert "Nothing to do" in said.err
-    assert "log.csv" not in said.err + said.out
 
 
 def test_real_kills_leave_the_undisturbed_files(tmp_path: Path) -> None:
@@ -218,29 +159,6 @@ def test_real_kills_leave_the_undisturbed_files(tmp_path: Path) -> None:
     assert train_in_child(killed, setting, *_loggers(killed)) == 0
     for name in NAMES:
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
-
-
-def test_a_start_after_a_kill_before_the_first_checkpoint_begins_anew(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    setting = _setting(chkpt_frequency=4)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    _run(whole, setting)
-    assert train_in_child(killed, setting, *_loggers(killed), KillAt("on_log", 3)) == -9
-    assert len(_rows(killed / "log.csv")) == 4
-    _run(killed, setting)
-    assert "log.csv already exists" in capfd.readouterr().err
-    for name in NAMES:
-        assert (killed / name).read_bytes() == (whole / name).read_bytes()
-    assert len(_rows(killed / "log.before-1.csv")) == 4
-
-
-def test_a_finished_run_that_is_made_longer_goes_on_in_its_file(tmp_path: Path) -> None:
-    _run(tmp_path / "long", _setting(total_steps=20))
-    _run(tmp_path / "short", _setting(total_steps=14))
-    _run(tmp_path / "short", _setting(total_steps=20))
-    for name in NAMES:
-        assert (tmp_path / "short" / name).read_bytes() == (tmp_path / "long" / name).read_bytes()
 
 
 def test_a_start_without_the_file_says_what_is_missing_and_goes_on(

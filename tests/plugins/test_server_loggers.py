@@ -30,6 +30,7 @@ from tests.support.logged_points import (
     points_of,
     wandb_rows,
 )
+from tests.support.quiet import Quiet
 from tests.support.runs import Setting, replay, train
 from tests.support.wandb_server import WandbServer
 
@@ -47,7 +48,7 @@ _SECONDS, _PAUSE = 120.0, 0.05
 _ALL = [*range(1, 15)]
 
 
-class Log(Plugin):
+class Log(Quiet):
     """Logs a number of an awkward name at each epoch; kills the process at an iteration, or fails.
 
     Before, it waits until the last complete row is shown.
@@ -63,9 +64,6 @@ class Log(Plugin):
     ) -> None:
         super().__init__("log")
         self.at, self.is_shown, self.act = at, is_shown, act
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_epoch_end(self, current_epoch: int) -> None:
         self.context.log({"/epoch//end (%)": float("nan")})

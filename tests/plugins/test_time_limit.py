@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import tempfile
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,9 @@ import helios
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import Plugin
 from helios.plugins.time_limit import TimeLimit, parse_duration
-from tests.support.resume import resume_everywhere
+from tests.support.quiet import Quiet
 from tests.support.runs import RETURNS, IndexModule, Outcome, Setting, SmallModel, train
 
-_RESUME = ["on_checkpoint_loaded", "on_fit_start", "on_training_start", "on_training_resume"]
-_WAY_OUT = ["on_fit_end", "teardown"]
-_POLL = "should_training_stop"
 _SETTINGS = {
     "steps": Setting(total_steps=14),
     "accumulated steps": Setting(total_steps=5, accumulation=4, valid_frequency=2),
@@ -35,7 +30,7 @@ _SETTINGS = {
 _NEVER = 10**9
 
 
-class Ticker(Plugin):
+class Ticker(Quiet):
     """A clock that goes on by a second in every event of a kind."""
 
     unsaved = ("now",)
@@ -45,9 +40,6 @@ class Ticker(Plugin):
         self.now = now
         setattr(self, event, self._tick)
 
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
     def _tick(self, *args: Any) -> bool:
         self.now += 1.0
         return False
@@ -56,7 +48,7 @@ class Ticker(Plugin):
         return self.now
 
 
-class Asker(Plugin):
+class Asker(Quiet):
     """Asks for something at the n-th time that it hears an event."""
 
     unsaved = ("left",)
@@ -66,9 +58,6 @@ class Asker(Plugin):
         self.left = number
         self.verbs = verbs or ("interrupt",)
         setattr(self, event, self._act)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def _act(self, *args: Any) -> bool:
         self.left -= 1
@@ -95,48 +84,6 @@ def _undisturbed(name: str) -> Outcome:
         outcome = train(Path(folder), setting)
     assert outcome.has_ended
     return outcome
-
-
-def _train_until_done(
-    folder: Path, setting: Setting, make: Callable[[int], list[Plugin]]
-) -> list[Outcome]:
-    """Start the same command until it is finished; ``make`` returns the plugins of a start."""
-    outcomes = []
-    for number in range(30):
-        plugins = make(number)
-        outcomes.append(train(folder, _rarely(setting), *plugins))
-        if outcomes[-1].has_ended:
-            assert _code(plugins[0]) == 0
-            return outcomes
-        assert _code(plugins[0]) == 75
-        assert not list(folder.rglob("*.tmp"))
-    raise AssertionError("The run comes to no end.")
-
-
-def _assert_joined(outcomes: list[Outcome], whole: Outcome) -> None:
-    """Assert that starts together are the whole run: no batch twice, each event, every bit."""
-    records: dict[int, Any] = {}
-    for outcome in outcomes:
-        assert not records.keys() & outcome.records.keys(), "a batch was repeated"
-        records |= outcome.records
-    assert records == whole.records
-    assert outcomes[-1].bits() == whole.bits()
-    assert outcomes[-1].cursor == whole.cursor
-    events: list[Any] = []
-    for number, outcome in enumerate(outcomes):
-        told = outcome.events
-        if number:
-            assert [event[0] for event in told[:4]] == _RESUME
-            told = told[4:]
-        if outcome is outcomes[-1]:
-            events += told
-            continue
-        (since,) = outcome.saves.values()
-        behind = [event[0] for event in outcome.events[since:]]
-        assert behind in (_WAY_OUT, [_POLL, *_WAY_OUT])
-        events += told[: since - (4 if number else 0)]
-    pairs = itertools.zip_longest(events, whole.events)
-    assert not [pair for pair in pairs if pair[0] != pair[1]][:3]
 
 
 @pytest.mark.parametrize(
@@ -198,38 +145,6 @@ def test_the_same_command_goes_on_after_an_interruption(
     assert "Nothing to do" in capfd.readouterr().err
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", _SETTINGS)
-def test_a_run_of_short_launches_is_the_undisturbed_one(name: str, tmp_path: Path) -> None:
-    """Every start makes one step: interrupted at each safe point, many times in a row."""
-    setting = _SETTINGS[name]
-    whole = _undisturbed(name)
-    outcomes = _train_until_done(tmp_path / "cut", setting, lambda _: _launch(1))
-    assert len(outcomes) >= len(whole.saves) - 1
-    _assert_joined(outcomes, whole)
-
-
-def _launch(limit: float, event: str = "on_training_batch_start") -> list[Plugin]:
-    clock = Ticker(event, now=100.0)
-    return [clock, TimeLimit(limit, clock=clock)]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["steps", "accumulated steps", "epochs", "manual epochs"])
-def test_a_limit_of_the_run_ends_it_at_the_same_step(name: str, tmp_path: Path) -> None:
-    """Restarted anywhere, with a clock that stands elsewhere."""
-    setting = dataclasses.replace(_SETTINGS[name], total_steps=40, requests=True)
-    starts = itertools.count()
-
-    def run(folder: Path) -> Outcome:
-        clock = Ticker(now=1000.25 * next(starts))
-        return train(folder, setting, clock, TimeLimit(9, "run", clock=clock))
-
-    whole = resume_everywhere(run, tmp_path)
-    window = setting.accumulation if setting.unit == "iteration" else 1
-    assert len(whole.records) == -(-9 // window) * window
-
-
 def test_a_limit_of_the_run_ends_it_regularly(tmp_path: Path) -> None:
     clock = Ticker()
     limit = TimeLimit(5, "run", clock=clock)
@@ -241,43 +156,6 @@ def test_a_limit_of_the_run_ends_it_regularly(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*/*.pth")
     assert '"finished": "0:00:05 of training are over"' in path.with_suffix(".json").read_text()
     assert not train(tmp_path, _rarely(Setting()), clock, limit).records
-
-
-# Every place where somebody may ask, and where the run is left then.
-_INSIDE = {
-    # The iteration before an epoch's end, its last one, and the first of the next.
-    "on_training_step_start": range(5, 8),
-    "on_backward_end": range(5, 8),
-    "on_optimizer_step_start": range(5, 8),
-    "on_training_batch_end": range(5, 8),
-    "on_validation_batch_end": range(1, 5),
-    "on_validation_end": range(1, 5),
-    "on_training_epoch_end": range(1, 3),
-}
-
-
-def _interrupt_once(
-    folder: Path, setting: Setting, event: str, number: int
-) -> tuple[list[Outcome], bool]:
-    """Train with one interruption; returns the starts, and whether it was asked for at all."""
-    askers = [Asker(event, number), Asker("on_training_end", _NEVER)]
-    outcomes = _train_until_done(folder, setting, lambda start: [askers[start]])
-    return outcomes, askers[0].left <= 0
-
-
-@pytest.mark.shows("K42")
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize("event", _INSIDE)
-@pytest.mark.parametrize("name", ["steps", "epochs"])
-def test_a_run_may_be_interrupted_inside_of_an_epoch(name: str, event: str, tmp_path: Path) -> None:
-    setting, whole, interrupted = _SETTINGS[name], _undisturbed(name), 0
-    for number in _INSIDE[event]:
-        outcomes, was_asked = _interrupt_once(tmp_path / str(number), setting, event, number)
-        if was_asked:
-            assert len(outcomes) == 2 or max(outcomes[0].records) == len(whole.records)
-            interrupted += len(outcomes) == 2
-            _assert_joined(outcomes, whole)
-    assert interrupted
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from helios.cli import main
-from tests.support.synthetic_run import write_ledger, write_run
+from tests.support.synthetic_run import write_run
 
 
 def make_run(folder: Path, scores: Sequence[float], **facts: Mapping[str, Any]) -> Path:
@@ -96,22 +95,6 @@ def test_a_copy_of_a_run_is_no_further_seed(
     assert found["groups"] == []
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300])
-def test_numbers_without_a_mean_have_none(
-    bad: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [
-        write_run(
-            tmp_path / str(seed),
-            {"definition": {"random_seed": seed}},
-            scores={"error": [1.0 + seed], "other": [bad if seed else 1.0]},
-        )
-        for seed in (0, 1)
-    ]
-    (group,) = compare(capsys, *runs)["groups"]
-    assert group["means"] == {"error": 1.5}
-
-
 @pytest.mark.shows("P126")
 def test_runs_without_a_common_best_are_listed_as_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -126,31 +109,6 @@ def test_runs_without_a_common_best_are_listed_as_given(
         ("2.0", 1.0),
         ("0.5", 2.5),
     ]
-
-
-def test_a_best_validation_that_the_model_judges_ranks_no_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [make_run(tmp_path / str(x), [x, 9.0], params={"lr": x}) for x in (2.0, 1.0)]
-    for run in runs:
-        path = run / "run.jsonl"
-        judged = '"metric": null, "mode": null'
-        path.write_text(path.read_text().replace('"metric": "error", "mode": "min"', judged))
-    found = compare(capsys, *runs)
-    assert [row["scores"]["error"] for row in found["rows"]] == [2.0, 1.0]
-    assert "have_metrics_improved" in found["shown"]
-
-
-def test_runs_without_scores_have_their_last_losses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # The file is read from its end, a block at a time.
-    name = "loss" * 100_000
-    for run, losses in (("a", [3.0, 0.5]), ("b", [3.0, 0.25, 0.75])):
-        write_ledger(tmp_path / run, losses, names=[name])
-    found = compare(capsys, tmp_path / "a", tmp_path / "b")
-    assert [row["scores"] for row in found["rows"]] == [{name: 0.5}, {name: 0.75}]
-    assert "losses" in found["shown"]
 
 
 @pytest.mark.shows("P147")

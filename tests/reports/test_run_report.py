@@ -245,33 +245,6 @@ def test_texts_of_a_run_are_never_markup(
 
 
 @pytest.mark.shows("P44")
-@pytest.mark.parametrize(
-    "losses",
-    [
-        [1.0],
-        [0.0, 0.0],
-        [1e300, -1e300],
-        [1.7e308] * 2_000,
-        [1e-300, 1e300],
-        [math.inf, math.nan],
-        [5e-324, 1e-310],
-        [1.7e308, 1.7e308, -1.7e308, -1.7e308] * 600,
-        [1.0, math.nan, 2.0],
-    ],
-    ids=lambda losses: str(losses[:2]),
-)
-def test_any_numbers_have_a_chart(
-    losses: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_ledger(tmp_path, losses)
-    text, facts = make_page(tmp_path, capsys)
-    assert Page(text).tags.count("svg") == 2
-    count = sum(not math.isfinite(loss) for loss in losses)
-    assert facts["curves"]["loss: loss"]["num_not_finite"] == count
-    assert (f"{count} not finite" in text) is (count > 0)
-
-
-@pytest.mark.shows("P44")
 def test_many_losses_make_no_large_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"part {number}" for number in range(60)]
     write_ledger(tmp_path, [math.sin(n) for n in range(2_000)], names=names)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from tests.state.owners import Owner, bits, started, through_a_file
 
@@ -41,6 +41,52 @@ def _group() -> Any:
 
 def _halve_group(owner: Any) -> None:
     owner.group["lr"] *= 0.5
+
+
+def _lists_of_groups() -> Any:
+    nets = _nets()
+    optimizer = _two_groups(nets)
+    return _with(optimizer, nets, groups=optimizer.param_groups, copied=[*optimizer.param_groups])
+
+
+def _halve_of_lists(owner: Any) -> None:
+    owner.groups[1]["lr"] *= 0.5
+    owner.copied[0]["lr"] *= 0.9
+
+
+def _partial() -> Any:
+    nets = _nets()
+    optimizer = _two_groups(nets)
+    halve = functools.partial(_halve, optimizer.param_groups[1])
+    return _with(optimizer, nets, halve=halve)
+
+
+def _halve(group: dict[str, Any]) -> None:
+    group["lr"] *= 0.5
+
+
+def _no_group() -> Any:
+    nets = _nets()
+    return _with(_two_groups(nets), nets, spare=nn.Linear(2, 2), group=None)
+
+
+def _add_group(owner: Any) -> None:
+    if owner.group is None:
+        owner.optimizer.add_param_group({"params": owner.spare.parameters(), "tag": "c"})
+        owner.group = owner.optimizer.param_groups[2]
+    owner.group["lr"] *= 0.5
+
+
+def _rates() -> Any:
+    nets = _nets()
+    optimizer = _two_groups(nets)
+    schedule = LambdaLR(optimizer, lambda step: 0.9**step)
+    return _with(optimizer, nets, schedule=schedule, rates=schedule.base_lrs)
+
+
+def _halve_rates(owner: Any) -> None:
+    owner.rates[0] *= 0.5
+    owner.schedule.step()
 
 
 def _dict_of_groups() -> Any:
@@ -278,6 +324,10 @@ def _use_items(owner: Any) -> None:
 _CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "a group": (_group, _halve_group),
     "a dict of groups": (_dict_of_groups, _halve_of_dict),
+    "lists of groups": (_lists_of_groups, _halve_of_lists),
+    "a partial": (_partial, _call),
+    "a group that training adds": (_no_group, _add_group),
+    "rates of a scheduler": (_rates, _halve_rates),
     "a closure": (_closure, _call),
     "moments of setup": (_moments_of_setup, _shrink_sums),
     "moments of training": (_moments_of_training, _take_moments),

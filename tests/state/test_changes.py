@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -35,15 +34,6 @@ class Opaque(bytearray):
 
     def __init__(self, content: Any = None) -> None:
         self.content = content
-
-
-def test_only_what_training_changed_is_saved() -> None:
-    owner = Owner(rate=0.1, best=None, names=["a"], counts={"a": 1})
-    discovery = started(owner)
-    assert changed(discovery) == {}
-    owner.best = 0.5
-    owner.counts["a"] += 1
-    assert changed(discovery) == {"best": 0.5, "counts": {"a": 2}}
 
 
 def test_configuration_may_be_edited_before_a_resume_and_state_wins_over_it() -> None:
@@ -110,21 +100,6 @@ def test_two_names_of_one_list_are_two_names_of_one_list_after_a_resume(tmp_path
     assert again.alias is again.history
     assert again.log["h"] is again.history
     assert again.other == []
-
-
-def test_tensors_are_values_where_they_are_small_leaves(tmp_path: Path) -> None:
-    def make() -> Any:
-        return Owner(
-            mean=torch.zeros(2), half=torch.zeros(2, dtype=torch.bfloat16), same=torch.ones(1)
-        )
-
-    owner = make()
-    discovery = started(owner)
-    owner.mean += float("nan")
-    owner.half[1] = float("inf")
-    assert sorted(changed(discovery)) == ["half", "mean"]
-    again = resumed(make, through_a_file(discovery.capture(), tmp_path / "state.pth"))
-    assert bits(vars(again)) == bits(vars(owner))
 
 
 def test_views_of_parameters_and_buffers_are_neither_saved_nor_named(said: list[str]) -> None:
@@ -226,21 +201,6 @@ def test_what_cannot_be_saved_is_named_once_in_one_warning_with_the_remedy(
     assert len(said) == 2
     assert "call (" in said[1]
     assert "helper" not in said[1]
-
-
-def test_what_does_not_change_is_passed_over_in_silence(said: list[str]) -> None:
-    owner = Owner(
-        function=lambda: 0,
-        kind=nn.Linear,
-        package=logging,
-        logger=logging.getLogger("x"),
-        lock=threading.Lock(),
-        data=torch.utils.data.TensorDataset(torch.zeros(2)),
-    )
-    owner.method, owner.data.tensors = owner.__init__, (torch.ones(2),)
-    discovery = started(owner)
-    discovery.capture()
-    assert not said
 
 
 class Holder:
@@ -383,24 +343,6 @@ def test_a_write_through_data_is_seen_whatever_the_size() -> None:
     state = discovery.capture()
     assert sorted(saved_attributes(state)) == ["queue", "queues"]
     assert list(state["missing"]) == ["average"]
-
-
-def test_a_replay_buffer_of_a_few_megabytes_comes_back(tmp_path: Path) -> None:
-    def make() -> Any:
-        return Owner(replay=deque(maxlen=6000))
-
-    owner = make()
-    discovery = started(owner)
-    rng = np.random.default_rng(0)
-    for _ in range(6000):
-        owner.replay.append((rng.random(32, np.float32), np.int64(1), 0.5, True))
-    state = discovery.capture()
-    assert not state["missing"]
-    again = resumed(make, through_a_file(state, tmp_path / "state.pth"))
-    assert again.replay.maxlen == 6000
-    for (mine, *others), (theirs, *more) in zip(owner.replay, again.replay, strict=True):
-        assert mine.tobytes() == theirs.tobytes()
-        assert others == more
 
 
 def _nested(innermost: list[Any]) -> list[Any]:

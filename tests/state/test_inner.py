@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import SequentialLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 
-from tests.state.owners import Average, Owner, bits, resumed, started, through_a_file
+from tests.state.owners import Owner, bits, resumed, started, through_a_file
 
 
 class Sam(Optimizer):
@@ -156,27 +155,6 @@ def test_a_group_of_an_inner_optimizer_is_held_by_what_is_found_before_it() -> N
     assert again.keeper.group["lr"] == 0.25
 
 
-# PyTorch 2.6 warns of what its own SequentialLR does.
-@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
-def test_the_stock_sequence_of_schedulers_resumes(said: list[str]) -> None:
-    def make() -> Any:
-        net = _net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        parts = [StepLR(optimizer, 1), StepLR(optimizer, 2)]
-        return Owner(net=net, optimizer=optimizer, schedule=SequentialLR(optimizer, parts, [2]))
-
-    owner = make()
-    discovery = started(owner)
-    for number in range(3):
-        _train(owner, number)
-    again = resumed(make, copy.deepcopy(discovery.capture()))
-    for each in (owner, again):
-        _train(each, 3)
-    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
-    assert again.optimizer.param_groups[0]["lr"] == owner.optimizer.param_groups[0]["lr"]
-    assert not said
-
-
 @pytest.mark.shows("S54")
 def test_plain_attributes_of_optimizers_and_schedulers_come_back() -> None:
     def make() -> Any:
@@ -226,19 +204,6 @@ def test_what_an_inner_object_changes_in_place_is_saved(tmp_path: Path) -> None:
     assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
 
 
-def test_an_average_that_an_object_holds_is_saved(tmp_path: Path) -> None:
-    def make() -> Any:
-        net = _net()
-        return Owner(net=net, average=Silent(Average(net)))
-
-    owner, again = make(), make()
-    discovery = started(owner)
-    torch.nn.init.ones_(owner.net.weight)
-    owner.average.inner.update(owner.net)
-    started(again).restore(through_a_file(discovery.capture(), tmp_path / "state"))
-    assert bits(again.average.inner.state_dict()) == bits(owner.average.inner.state_dict())
-
-
 class Window:
     """An object whose state has a part of its tensor, and one of two equal numbers."""
 
@@ -264,19 +229,3 @@ def test_a_part_of_a_tensor_or_an_equal_number_is_not_the_whole_state(tmp_path: 
     )
     assert bits(again.window.losses) == bits(owner.window.losses)
     assert vars(again.window)["_count"] == 3
-
-
-class Holder:
-    def __init__(self) -> None:
-        self.parts: list[Any] = [Window()]
-
-
-def test_an_object_beside_what_cannot_be_saved_is_saved(tmp_path: Path) -> None:
-    owner = Owner(holder=Holder())
-    discovery = started(owner)
-    owner.holder.parts[0].losses += 1
-    owner.holder.parts.append(threading.Lock())
-    state = discovery.capture()
-    assert list(state["missing"]) == ["holder.parts"]
-    again = resumed(lambda: Owner(holder=Holder()), through_a_file(state, tmp_path / "state"))
-    assert bits(again.holder.parts[0].losses) == bits(owner.holder.parts[0].losses)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
 
 from tests.state.owners import (
     Owner,
@@ -104,61 +101,4 @@ def test_paths_inside_modules_can_be_declared_as_unsaved(declared: str, said: li
     assert changed(discovery) == {}
     owner.net[1].drop.p = 0.3
     assert [*changed(discovery)] == (["net.1.drop.p"] if declared == "net.1.count" else [])
-    assert not said
-
-
-def _old(wrap: str) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        net: nn.Module = getattr(nn.utils, wrap)(nn.Linear(3, 2))
-    return net
-
-
-def _tied() -> nn.Module:
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    net[1].weight = net[0].weight
-    return net
-
-
-_PRUNED = prune.l1_unstructured  # type: ignore[attr-defined]
-_KINDS: dict[str, Callable[[], nn.Module]] = {
-    "lstm": lambda: nn.LSTM(3, 2, num_layers=2, batch_first=True),
-    "old weight_norm": lambda: _old("weight_norm"),
-    "old spectral_norm": lambda: _old("spectral_norm"),
-    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(3, 2)),
-    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(3, 2)),
-    "pruned": lambda: _PRUNED(nn.Linear(3, 2), "weight", amount=0.5),
-    "lazy": lambda: nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d()),
-    "tied": _tied,
-    "compiled": lambda: torch.compile(nn.Linear(3, 2), backend="eager"),  # type: ignore
-    "traced": lambda: torch.fx.symbolic_trace(nn.Linear(3, 2)),
-    "data parallel": lambda: nn.DataParallel(nn.Linear(3, 2)),
-    "attention": lambda: nn.TransformerEncoderLayer(3, 1, 4, dropout=0.0, batch_first=True),
-    "quantisation stubs": lambda: torch.ao.quantization.QuantWrapper(nn.Linear(3, 2)),
-}
-
-
-def _forward(net: nn.Module, number: int) -> None:
-    result = net(torch.full((4, 1, 3) if isinstance(net, nn.LSTM) else (4, 3), float(number)))
-    (result[0] if isinstance(result, tuple) else result).sum().backward()
-
-
-@pytest.mark.parametrize("name", _KINDS)
-def test_modules_of_torch_train_and_resume_without_a_word(name: str, said: list[str]) -> None:
-    def make() -> Any:
-        torch.manual_seed(2)
-        return Owner(net=_KINDS[name]())
-
-    owner = make()
-    discovery = started(owner)
-    for number in range(3):
-        _forward(owner.net, number)
-        state = discovery.capture()
-    again = make()
-    other = started(again)
-    other.restore(state)
-    assert bits(other.capture()) == bits(state)
-    _forward(owner.net, 3)
-    _forward(again.net, 3)
-    assert bits(other.capture()) == bits(discovery.capture())
     assert not said

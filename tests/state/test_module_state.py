@@ -56,22 +56,6 @@ def test_a_checkpoint_of_a_compiled_module_is_that_of_the_module(make: Any, rema
     assert bits(started(again).capture()) == bits(state)
 
 
-def test_a_layer_unfrozen_in_training_resumes_unfrozen() -> None:
-    def make() -> Any:
-        owner = _small()
-        owner.net[0].requires_grad_(False)
-        owner.net.eval()
-        return owner
-
-    owner = make()
-    discovery = started(owner)
-    owner.net[0].requires_grad_(True)
-    owner.net.train()
-    again = resumed(make, discovery.capture())
-    assert all(parameter.requires_grad for parameter in again.net.parameters())
-    assert all(part.training for part in again.net.modules())
-
-
 def test_weights_are_named_once_and_without_those_that_are_none() -> None:
     net = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(2)))
     net[1].weight = net[0].weight
@@ -94,23 +78,6 @@ def test_modes_and_gradients_of_a_network_in_an_object_come_back(tmp_path: Path)
     again = resumed(lambda: Owner(helper=Helper()), state).helper.net
     assert (again.training, again.bias.requires_grad) == (False, False)
     assert bits(again.weight.grad) == bits(net.weight.grad)
-
-
-def test_open_gradients_come_back_and_others_are_removed(tmp_path: Path) -> None:
-    owner = _small()
-    owner.net[0].requires_grad_(False)
-    owner.net(torch.randn(5, 3)).sum().backward()
-    state = through_a_file(started(owner).capture(), tmp_path / "state.pth")
-
-    def make() -> Any:
-        again = _small()
-        again.net[0].weight.grad = torch.ones(4, 3)
-        return again
-
-    again = resumed(make, state)
-    before, after = ([p.grad for p in o.net.parameters()] for o in (owner, again))
-    assert before[0] is None
-    assert bits(before) == bits(after)
 
 
 def _with_temperature() -> Any:

@@ -196,32 +196,6 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
         resumed(lambda: _scheduled(["other", "one"]), state)
 
 
-class _Around(torch.optim.Optimizer):
-    """Has another optimizer, of a tensor that nothing else holds, beside its own groups."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-        self.hidden = torch.ones(2, requires_grad=True)
-        self.inner = torch.optim.Adam([self.hidden, *self.param_groups[0]["params"]], lr=lr)
-
-    def step(self, closure: Any = None) -> None:
-        self.hidden.grad = torch.ones(2)
-        self.inner.step()
-
-
-def test_an_optimizer_inside_of_another_gets_the_order_too() -> None:
-    owner = _one_group(_NAMES, _Around)
-    discovery = started(owner)
-    _train(owner, 2)
-    state = copy.deepcopy(discovery.capture())
-    members = state["members"]["optimizer.inner"][0]
-    assert members[:2] == ["optimizer.inner.0.0", "nets.a.weight"]
-    again = resumed(lambda: _one_group(["c", "b", "a"], _Around), state)
-    for each in (owner, again):
-        _train(each)
-    assert bits(again.nets.state_dict()) == bits(owner.nets.state_dict())
-
-
 def _two(*, is_named: bool = False, backbone: str = "backbone") -> Any:
     torch.manual_seed(4)
     owner = Owner(head=nn.Linear(2, 1), **{backbone: nn.Linear(2, 2)})
@@ -264,17 +238,6 @@ def test_groups_that_an_optimizer_got_in_training_are_resumed(
     _step_both(again)
     assert bits(other.capture()) == bits(discovery.capture())
     assert not said
-
-
-def test_a_group_that_training_added_and_an_attribute_holds_is_held_again() -> None:
-    owner = _two()
-    discovery = started(owner)
-    owner.optimizer.add_param_group({"params": owner.backbone.parameters(), "lr": 0.01})
-    owner.added = owner.optimizer.param_groups[1]
-    again = _two()
-    started(again).restore(copy.deepcopy(discovery.capture()))
-    assert again.added is again.optimizer.param_groups[1]
-    assert again.added["lr"] == 0.01
 
 
 def _moments(nets: Any, optimizer: torch.optim.Optimizer) -> Any:

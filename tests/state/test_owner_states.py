@@ -169,18 +169,6 @@ def test_what_start_events_make_is_named_once_training_has_changed_it() -> None:
     assert "created after setup()" in missing["plugin 'a': net"]
 
 
-def test_an_object_that_takes_the_place_of_another_has_its_state() -> None:
-    part = Part(average=Average(nn.Linear(1, 1)))
-    owners = _started(Owner("plugin 'a'", part))
-    vars(part)["average"] = Average(nn.Linear(1, 1))
-    vars(part)["average"].count = 3
-    states, missing = owners.capture({})
-    assert missing == {}
-    again = Part(average=Average(nn.Linear(1, 1)))
-    _started(Owner("plugin 'a'", again)).restore(copy.deepcopy(states))
-    assert vars(again)["average"].count == 3
-
-
 def _look_at_a_part(model: Part, plugin: Part) -> None:
     vars(plugin)["part"] = vars(model)["whole"][2:4]
 

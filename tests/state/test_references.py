@@ -125,19 +125,6 @@ def test_an_array_or_tensor_of_the_same_form_is_written_in_place(make_one: Any) 
     assert again.value.tolist() == [2, 2, 2]
 
 
-@pytest.mark.shows("S56")
-def test_memory_that_training_shares_is_shared_again(tmp_path: Path) -> None:
-    owner = Owner(one=None, other=None, tensor=None)
-    discovery = started(owner)
-    owner.one = np.arange(6.0)
-    owner.other, owner.tensor = [owner.one[2:4]], torch.from_numpy(owner.one)
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    again = resumed(lambda: Owner(one=None, other=None, tensor=None), state)
-    again.one += 1
-    assert again.other[0].tolist() == [3, 4]
-    assert again.tensor.tolist() == [1, 2, 3, 4, 5, 6]
-
-
 @pytest.mark.shows("S57")
 def test_attributes_of_parameters_and_of_hooks_come_back(said: list[str]) -> None:
     class Hook:

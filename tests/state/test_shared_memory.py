@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from helios.errors import StateError
 from tests.state.owners import Owner, changed, network, resumed, started, through_a_file
@@ -87,35 +86,6 @@ def test_arrays_and_tensors_share_memory_again(begin: int, tmp_path: Path, is_fi
     assert again.borrowed[1] == 9
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.array(3.5),
-        np.array([1 + 2j, np.nan]),
-        np.array([(1, 2.5), (3, 4.5)], dtype=[("a", "i2"), ("b", "f8")]),
-        np.array(["2024-01-01", "NaT"], dtype="M8[D]"),
-        np.arange(6, dtype=">i4"),
-        np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0),
-        np.arange(10)[::3],
-    ],
-    ids=lambda array: f"{array.dtype} {array.shape}",
-)
-def test_arrays_of_all_kinds_come_back(array: Any, tmp_path: Path, is_filed: bool) -> None:
-    def change(owner: Any) -> None:
-        owner.array = array
-        owner.fixed = array.copy(order="K")
-        owner.fixed.flags.writeable = False
-
-    again = _resume(lambda: Owner(array=None), change, tmp_path, is_filed=is_filed)
-    assert again.array.dtype == array.dtype
-    assert again.array.shape == array.shape
-    assert again.array.tobytes() == array.tobytes()
-    assert again.array.flags.writeable
-    assert not again.fixed.flags.writeable
-    assert again.fixed.strides == array.copy(order="K").strides
-    assert not np.shares_memory(again.array, array)
-
-
 def test_a_changed_array_takes_what_looks_at_it_along() -> None:
     base = np.zeros(8)
     owner = Owner(base=base, view=base[4:], other=np.zeros(8), tensor=torch.from_numpy(base))
@@ -186,13 +156,3 @@ def test_an_alias_of_what_is_not_there_is_refused_before_anything_changes(tmp_pa
             started(again).restore(state)
         assert again.chosen is again.net[0].weight
         assert "best" not in vars(again)
-
-
-def test_a_tensor_beside_a_lazy_layer_is_saved() -> None:
-    def make() -> Any:
-        return Owner(net=nn.LazyLinear(2), mean=torch.zeros(2))
-
-    owner = make()
-    discovery = started(owner)
-    owner.mean += 1
-    assert resumed(make, discovery.capture()).mean.tolist() == [1, 1]

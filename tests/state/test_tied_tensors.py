@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.state.owners import Owner, bits, resumed, started, through_a_file
+from tests.state.owners import Owner, bits, started, through_a_file
 
 
 def _net(*, is_tied: bool) -> nn.Module:
@@ -92,19 +92,6 @@ def test_tensors_that_training_puts_elsewhere_are_the_same_objects_there(
     for each in (again, third):
         assert bits(each.net.state_dict()) == bits(owner.net.state_dict())
         assert bits(each.held) == bits(owner.held)
-    assert not said
-
-
-def test_tied_weights_that_stay_tied_resume(tmp_path: Path, said: list[str]) -> None:
-    owner = Owner(net=_net(is_tied=True))
-    discovery = started(owner)
-    with torch.no_grad():
-        owner.net[0].weight.add_(1)
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    assert (state["forms"], state["misfits"]) == ({}, {})
-    again = resumed(lambda: Owner(net=_net(is_tied=True)), state)
-    assert again.net[1].weight is again.net[0].weight
-    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
     assert not said
 
 

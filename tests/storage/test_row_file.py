@@ -38,16 +38,6 @@ def test_a_new_file_begins_with_its_header(tmp_path: Path) -> None:
     assert path.read_bytes() == b"a,b\n1,2\n3,4\n"
 
 
-def test_rows_are_in_the_file_at_once(tmp_path: Path) -> None:
-    file = RowFile(tmp_path / "rows.csv", _HEADER)
-    file.restore()
-    assert not file.has_rows
-    file.append("é,2\n")
-    assert file.has_rows
-    assert file.path.read_bytes() == _HEADER.encode() + "é,2\n".encode()
-    file.close()
-
-
 def test_a_mark_is_taken_once_all_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,20 +65,6 @@ def test_a_file_is_cut_back_to_its_mark_and_goes_on(
     assert path.read_bytes() == b"a,b\n1,2\n3,4\n5,6\n"
     assert not caplog.records
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_new_file_moves_an_old_one_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "rows.csv"
-    for number in range(3):
-        _write(path, f"{number},0\n")
-    assert path.read_bytes() == b"a,b\n2,0\n"
-    assert (tmp_path / "rows.before-1.csv").read_bytes() == b"a,b\n0,0\n"
-    assert (tmp_path / "rows.before-2.csv").read_bytes() == b"a,b\n1,0\n"
-    assert "was moved to" in caplog.messages[0]
-    assert "rows.before-1.csv" in caplog.messages[0]
-    assert len(caplog.messages) == 2
 
 
 def test_a_file_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

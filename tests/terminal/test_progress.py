@@ -19,7 +19,6 @@ from helios.listeners import Iteration
 from helios.schedule import Schedule
 from helios.state import TrainingState, TrainingUnit
 from helios.terminal.progress import Display, ProgressDisplay, create_display
-from helios.terminal.root_logger import RootLogger
 
 
 class Screen(io.StringIO):
@@ -142,27 +141,6 @@ def test_a_run_by_steps_has_one_bar_that_counts_them(terminal: Screen, time: Tim
     assert re.match(r"steps: +5%\|.*\| 2/40 .*, loss 2, ", row)
     display.close()
     assert terminal.rows()[0].startswith("steps:   5%"), "the last state stays to be seen"
-
-
-def test_a_line_of_the_log_stands_above_the_bars(
-    terminal: Screen, time: Time, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = RootLogger(capture_warnings=False)
-    display = ProgressDisplay(True, terminal, time)
-    try:
-        start(display)
-        advance(display, time, 5, seconds=1.0)
-        root.warning("something happened")
-        first, epochs, steps = terminal.rows()[:3]
-        assert first.endswith("WARNING - something happened")
-        assert (epochs[:7], steps[:6]) == ("epochs:", "steps:")
-        assert capsys.readouterr().err == ""
-        display.close()
-        root.warning("after the bars")
-        assert capsys.readouterr().err.endswith("after the bars\n")
-    finally:
-        display.close()
-        root.close()
 
 
 LINE = (

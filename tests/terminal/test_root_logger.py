@@ -76,19 +76,6 @@ def test_a_file_that_exists_is_appended_to(tmp_path: Path) -> None:
         assert log_file.read_text().endswith("after it\n")
 
 
-def test_messages_are_printed_once_also_where_the_user_has_a_root_handler(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with root_logger() as root:
-        handler = standard.StreamHandler(sys.stderr)
-        standard.getLogger().addHandler(handler)
-        try:
-            root.info("once")
-        finally:
-            standard.getLogger().removeHandler(handler)
-        assert capsys.readouterr().err.count("once") == 1
-
-
 @pytest.mark.shows("H19", "H45")
 @pytest.mark.usefixtures("rank_1")
 def test_other_ranks_say_errors_only_and_write_no_file(
@@ -135,21 +122,6 @@ def test_runs_of_one_second_get_files_of_their_own(tmp_path: Path) -> None:
         assert [path.read_text().count("INFO") for path in logs] == [1, 1, 1]
         assert any(path.stem.endswith("_2") for path in logs)
         assert sorted(path.name for path in runs_root.iterdir()) == [path.stem for path in logs]
-
-
-def test_a_resumed_run_goes_on_in_its_files(tmp_path: Path) -> None:
-    with default_loggers():
-        log_file, run_path = tmp_path / "run.log", tmp_path / "run"
-        log_file.write_text("before\n")
-        logging.restore_default_loggers(log_file, run_path)
-        logging.get_root_logger().info("after")
-        logging.flush_default_loggers()
-        lines = log_file.read_text().splitlines()
-        assert lines[0] == "before"
-        assert len(lines) == 2
-        writer = logging.get_tensorboard_writer()
-        assert writer is not None
-        assert writer.run_path == run_path
 
 
 def test_the_tools_import_no_slow_library_before_it_is_used() -> None:

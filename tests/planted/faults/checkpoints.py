@@ -146,7 +146,7 @@ def a_new_name_is_not_on_the_disk(fsync_folder, path):
 
 @fault(
     "helios.storage.codec:_loading",
-    "tests/checkpoint/test_loading.py::test_a_malicious_checkpoint_executes_nothing",
+    "tests/checkpoint/test_trust.py::test_a_malicious_checkpoint_executes_nothing_and_is_named",
 )
 def loading_builds_any_type(loading, safe_types):
     import torch
