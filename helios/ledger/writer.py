@@ -12,10 +12,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -41,17 +40,19 @@ _MOST_WAITING = 64
 _ON_THEIR_WAY = 32
 
 
-class _Line(NamedTuple):
-    """What a line is made of later; a number may be a tensor that is still to come."""
-
-    place: tuple[int, int, int]
-    batches: tuple[Sequence[Content], Sequence[Any] | None]
-    totals: Sequence[float]
-    losses: dict[str, Any]
-    rates: list[list[Any]]
-    norm: Any
-    rest: Mapping[str, Any]
-    arrival: Any
+_Line: TypeAlias = tuple[
+    tuple[int, int, int],
+    tuple[Sequence[Content], Sequence[Any] | None],
+    Sequence[float],
+    dict[str, Any],
+    list[Any],
+    Any,
+    Mapping[str, Any],
+    Any,
+]
+"""What a line is made of later: epoch, iteration and step; what was read of the batches, and their
+indices; the hashes of all processes; losses, rates and norm, each of which may be a tensor that is
+still to come; what few lines have; and when the tensors have come."""
 
 
 @final
@@ -136,31 +137,30 @@ class LedgerWriter(Recorder):
 
     def iteration_ended(self, iteration: Iteration) -> None:
         """Note the line of an iteration; a collective call if the weights are sharded."""
-        state, norm = iteration.state, iteration.norm
-        rest = self._describe_update(state) if state.is_step_boundary else _NOTHING
+        state, norm, rest = iteration.state, iteration.norm, _NOTHING
+        if state.is_step_boundary:
+            if not state.is_step_committed:
+                rest = _SKIPPED
+            elif state.global_step % self._weights.every == 0 and self._weights.is_read:
+                rest = self._digests()
         if self._book is None:
             return
-        line = _Line(
-            (state.global_epoch, state.global_iteration, state.global_step),
-            self._batches,
-            iteration.totals,
-            {name: self._read(loss) for name, loss in iteration.means.items()},
-            self._find_rates(iteration.rates),
-            norm if norm is None else self._read(norm),
-            rest,
-            _mark_time() if self._is_far else None,
-        )
+        read = self._read
+        rates = self._find_rates(iteration.rates)
+        losses = {
+            name: loss if type(loss) is float else read(loss)
+            for name, loss in iteration.means.items()
+        }
+        if norm is not None:
+            norm = read(norm)
+        place = state.global_epoch, state.global_iteration, state.global_step
+        arrival = _mark_time() if self._is_far else None
+        line = place, self._batches, iteration.totals, losses, rates, norm, rest, arrival
         self._waiting.append(line)
         now = self._clock()
         if now >= self._due or len(self._waiting) >= _MOST_WAITING:
             self._due = now + _SECONDS
             self._flush(_ON_THEIR_WAY if self._is_far else 0)
-
-    def _describe_update(self, state: TrainingState) -> Mapping[str, Any]:
-        if not state.is_step_committed:
-            return {"skipped": 1}
-        is_due = state.global_step % self._weights.every == 0 and self._weights.is_read
-        return self._digests() if is_due else _NOTHING
 
     def training_ended(self, state: TrainingState) -> None:
         """Write the last line of a run that has ended, not only been interrupted."""
@@ -223,23 +223,14 @@ class LedgerWriter(Recorder):
         if self._book is None or count <= 0:
             return
         due, self._waiting = self._waiting[:count], self._waiting[count:]
-        self._book.append(map(self._make, due))
+        self._book.append(self._make(due))
 
-    def _make(self, line: _Line) -> str:
-        if line.arrival is not None:
-            line.arrival.synchronize()
-        if self._has_others:
-            hashes = from_numbers(line.totals)
-        else:
-            hashes = add_up(self._block, *line.batches)
-        return write_iteration(
-            line.place,
-            hashes,
-            losses=line.losses,
-            rates=[*chain.from_iterable(line.rates)],
-            norm=line.norm,
-            rest=line.rest,
-        )
+    def _make(self, lines: Iterable[_Line]) -> Iterator[str]:
+        for place, batches, totals, losses, rates, norm, rest, arrival in lines:
+            if arrival is not None:
+                arrival.synchronize()
+            hashes = from_numbers(totals) if self._has_others else add_up(self._block, *batches)
+            yield write_iteration(place, hashes, losses=losses, rates=rates, norm=norm, rest=rest)
 
     # Whether a tensor can be read without waiting for an accelerator.
     _is_near = staticmethod(attrgetter("is_cpu"))
@@ -260,7 +251,7 @@ class LedgerWriter(Recorder):
         except Exception:
             return None
 
-    def _find_rates(self, used: Mapping[Optimizer, list[Any]]) -> list[list[Any]]:
+    def _find_rates(self, used: Mapping[Optimizer, list[Any]]) -> list[Any]:
         """Return the rates of each optimizer: those that its step has used, or that it holds."""
         attributes = self._attributes
         is_same = not self._is_nested
@@ -268,7 +259,10 @@ class LedgerWriter(Recorder):
             is_same = is_same and attributes.get(name) is holder
         if not is_same:
             self._search()
-        return [used.get(each) or read_rates(each) for each in self._optimizers]
+        found: list[Any] = []
+        for each in self._optimizers:
+            found += used.get(each) or read_rates(each)
+        return found
 
     def epoch_opened(self, epoch: int, num_batches: int | None, step: int) -> None:
         """Search for the optimizers again: one inside of an object may be another now."""
@@ -290,6 +284,7 @@ class LedgerWriter(Recorder):
 
 
 _NOTHING: Mapping[str, Any] = {}
+_SKIPPED: Mapping[str, Any] = {"skipped": 1}
 
 
 def _mark_time() -> Any:

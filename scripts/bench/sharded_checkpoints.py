@@ -194,7 +194,7 @@ def compare(rank: int, count: int, root: str, options: argparse.Namespace) -> No
         }
         ratios = {
             name: [
-                round(a / b, 2)
+                round(a / b, 2) if b else None
                 for a, b in zip(medians[name], medians[f"dcp {name.split()[0]}"], strict=True)
             ]
             for name in ("save", "save with digests", "load", "load with digests")
