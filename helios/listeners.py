@@ -36,8 +36,8 @@ class Iteration:
         losses: the table of losses, after the last event that may change it.
         means: the losses before the last events, as float64 means over replicas, for recorders.
         weighted: of which sums and weights some of the losses are the means.
-        beside: replicas of this process, and the numbers that their steps have returned beside the
-            losses.
+        beside: replicas of this process, and the numbers that their steps have logged, or returned
+            beside the losses; each alone, or as a sum with its weight.
         rates: the learning rates of groups that steps have used, of optimizers whose schedulers
             may have changed them since.
         norm: the norm of the gradients before ``clip_norm``; ``None`` if none was computed.

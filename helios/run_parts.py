@@ -129,6 +129,13 @@ class RunParts:
         """The training data."""
         return self.sources[Phase.TRAINING][0]
 
+    def find_batch_size(self) -> int | None:
+        """Return the samples of the training batch of the current replica; ``None`` if unknown."""
+        batches = self.run.batches
+        if batches is None or batches.sizes is None:
+            return None
+        return batches.sizes[self.replicas.local_replicas.index(self.runner.replica)]
+
     @cached_property
     def replicas(self) -> Replicas:
         """The replicas of the run, and which process runs which."""

@@ -215,7 +215,10 @@ class LossMeans(IterationListener):
         for replica, numbers in beside:
             totals = self._beside.setdefault(replica, {})
             for name, number in numbers.items():
-                self._add_other(totals, name, _read(number))
+                weight = 1.0
+                if isinstance(number, tuple):
+                    number, weight = number
+                self._add_other(totals, name, _read(number), weight)
 
     def _add_other(
         self, totals: _Totals, name: str, number: float | Tensor | None, weight: float = 1

@@ -17,6 +17,7 @@ import torch
 from helios.core import rng
 from helios.core.cuda import DisableCuDNNBenchmarkContext
 from helios.core.loss_means import WeightedLoss, as_numbers, as_summand
+from helios.core.step_log import StepLog
 from helios.counters import Phase
 from helios.data.source import NO_BATCH, BatchIterator, Source
 from helios.errors import Interrupted, UsageError
@@ -51,7 +52,7 @@ class EvaluationLoop(Loop):
 
     _bound: ClassVar[str] = "_forward _moves"
     _internals: ClassVar[str] = (
-        f"{_bound} _batches _kept _loader _modes _num_done _pass_number _randomness _sources _step "
+        f"{_bound} _batch_size _batches _kept _loader _log _modes _num_done _pass_number _randomness _sources _step "
         "_total"
     )
 
@@ -70,6 +71,9 @@ class EvaluationLoop(Loop):
         self._loader = 0
         self._pass_number = 0
         self._kept: Any = None
+        # Of the batch of a replica, and what its step logs; ``None`` where steps do not log.
+        self._batch_size: int | None = None
+        self._log: StepLog | None = None
 
     def _bind(self, parts: RunParts) -> None:
         self._forward = Forward(parts, self.step_name)
@@ -217,18 +221,21 @@ class EvaluationLoop(Loop):
     def _process(self, shares: Sequence[_ReplicaBatch], step: int, *which: int) -> None:
         """Evaluate the batches of this process's replicas, between one pair of events."""
         run, hooks, noun, forward = self._run, self._parts.hooks, self.noun, self._forward
+        model = self._parts.model
         self._seed()
         run.batch = run.raw_batch = shares[0].batch
         hooks.emit(f"on_{noun}_batch_start", step, *which)
         for replica, batch, size in shares:
             self._parts.runner.begin_share(replica, self._seed)
             if self._moves:
-                batch = self._parts.model.batch_to_device(batch, self.phase)
+                batch = model.batch_to_device(batch, self.phase)
             batch = hooks.transform(f"process_{noun}_batch", batch, step, *which)
             run.batch = run.raw_batch = batch
             batch = forward.begin(batch)
             self._kept = batch if self._parts.runner.keeps_batches else None
+            self._batch_size, model._step_log = size, self._log
             result = forward.call(batch, step, *which)
+            model._step_log = None
             forward.end(result, result.loss if isinstance(result, Processed) else None)
             self._add_result(result, replica, size)
         self._parts.runner.end_shares(self._seed)
@@ -355,6 +362,7 @@ class ScoringLoop(EvaluationLoop):
     def __init__(self) -> None:
         super().__init__()
         self._has_named_sizes = False
+        self._log = StepLog(lambda: self._batch_size)
 
     def reset(self) -> None:
         """Begin a pass with empty totals."""
@@ -370,6 +378,8 @@ class ScoringLoop(EvaluationLoop):
     def _add_result(self, result: Any, replica: int = 0, size: int | None = None) -> None:
         suffix = f"/{self.source.name or self._loader}" if len(self._sources) > 1 else ""
         self._totals[replica].add(result, suffix, size=size)
+        if self._log is not None and self._log.sums:
+            self._totals[replica].add(self._log.take(), suffix)
         if size is None and isinstance(result, Processed) and not self._has_named_sizes:
             self._has_named_sizes = True
             _LOGGER.info(

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from helios.core.loss_means import WeightedLoss
 from helios.core.sharded_tensors import is_sharded
+from helios.core.step_log import StepLog
 from helios.core.utils import parameters_of, read_rates, read_signature
 from helios.engines.engine import Engine, redefines
 from helios.errors import ArgumentError, UsageError
@@ -67,7 +68,7 @@ class OptimizerLoop(Loop):
     _bound: ClassVar[str] = (
         "_apart _backward_ended _backward_started _engine _forward _gradients _has_begun "
         "_has_own_losses _holders _is_committed _iteration _last_batch _model _optimizers "
-        "_own_backward _reads_gradients _runner _shared _shown _skips _take_step _unreached "
+        "_log _own_backward _reads_gradients _runner _shared _shown _skips _take_step _unreached "
         "_updated_in _updates _weights"
     )
     _internals: ClassVar[str] = f"{_bound} _is_done _order"
@@ -84,6 +85,7 @@ class OptimizerLoop(Loop):
         self._model, self._engine, self._gradients = parts.model, parts.engine, parts.gradients
         self._runner, self._shared = parts.runner, parts.shared_runner
         self._iteration = parts.iteration
+        self._log = StepLog(parts.find_batch_size)
         self._forward = Forward(parts, "train_step")
         self._updates = Updates(parts)
         self._has_own_losses = type(self).losses is not OptimizerLoop.losses
@@ -148,7 +150,9 @@ class OptimizerLoop(Loop):
             run.batch = batch
         if self._gradients.has_idle_turn:
             self._last_batch = batch
+        model._step_log = self._log
         result = self._forward.call(batch, run.state)
+        model._step_log = None
         if type(result) is GeneratorType:
             return self._go_on(result)
         if self._needs_yields:
@@ -166,11 +170,9 @@ class OptimizerLoop(Loop):
             run.model_outputs = run.loss = result
         else:
             self._forward.end(result, loss if loss is result else weighted_in(result) or loss)
-        if loss is None:
-            return ()
-        if loss is not result or self._iteration.beside:
+        if loss is not result or self._iteration.beside or self._log.sums:
             self._keep_beside((result,))
-        return (result,)
+        return () if loss is None else (result,)
 
     def _go_on(self, step: Iterator[Any]) -> Iterator[Any]:
         """Yield what a step yields, each with its optimizer, between the events of the forward.
@@ -180,8 +182,10 @@ class OptimizerLoop(Loop):
         run, forward, results, has_named = self._run, self._forward, [], False
         waiting = [*self._find_optimizers()]
         while True:
+            self._model._step_log = self._log
             with self._engine.autocast():
                 result = next(step, _END)
+            self._model._step_log = None
             if result is _END:
                 break
             if type(result) is tuple:
@@ -222,6 +226,9 @@ class OptimizerLoop(Loop):
                 if name != "loss" and _is_number(part)
             }
             iteration.beside = [*iteration.beside, (self._runner.replica, shown)]
+        logged = self._log.take()
+        if logged and not self._run.is_repeating:
+            iteration.beside = [*iteration.beside, (self._runner.replica, logged)]
 
     def advance(self, batch: Any) -> None:
         """Train on one micro-batch, and make the updates at the end of a window.
@@ -246,6 +253,8 @@ class OptimizerLoop(Loop):
                 else:
                     num_shared += 1
                     self._backward(each)
+            if self._log.sums:
+                self._keep_beside(())
             if runner.has_collected:
                 self._end_step(num_shared, watch)
             else:
@@ -277,6 +286,7 @@ class OptimizerLoop(Loop):
         if not runner.begins_window and not self._reads_gradients:
             return watch
         if self._has_own_losses:
+            self._model._step_log = self._log
             # Weights may change between its losses. What has changed is seen when it is done.
             runner.watch = None
         optimizers = self._find_optimizers().values() if self._run.is_manual is False else ()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from helios.core.loss_means import RunningSums, WeightedLoss
 from helios.core.registry import Registry
+from helios.core.step_log import StepLog
 from helios.counters import Phase, TrainingState
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
@@ -105,7 +106,7 @@ class Model(Hooks, ABC):
     _internals: ClassVar[str] = (
         "_loss_items _val_scores _running_sums _test_scores _save_name is_distributed map_loc "
         "device engine trainer _discovery _modes_before_eval _run_context unsaved unscored "
-        "global_rank rank scheduler_interval train_mode loads_after_setup"
+        "global_rank rank scheduler_interval train_mode loads_after_setup _step_log"
     )
 
     unsaved: tuple[str, ...] = ()
@@ -116,6 +117,7 @@ class Model(Hooks, ABC):
     device: torch.device
     engine: Engine
     _run_context: Context | None = None
+    _step_log: StepLog | None = None
     if TYPE_CHECKING:  # Where annotations are evaluated, the trainer is not known.
         trainer: Trainer
 
@@ -212,6 +214,31 @@ class Model(Hooks, ABC):
             fast_init: True for an evaluation: then only what its hooks need must be built. An
                 override may leave this argument out.
         """
+
+    def log(self, name: str, value: float | Tensor, weight: float | None = None) -> None:
+        """Log a mean, in ``train_step``, ``valid_step`` or ``test_step``.
+
+        In training it is shown and logged under its name, like the losses: as the mean since it was
+        shown last, over batches and replicas. In a validation or a test it is one of the scores.
+        Means are sums of values times weights, divided by the sum of the weights, in float64.
+        Gradients and the ledger know nothing of it, and nothing waits for the device.
+
+        Args:
+            name: its name.
+            value: a number, or a tensor of one element; the mean over the batch.
+            weight: how many parts it is the mean of; ``None`` for the samples of the batch.
+
+        Raises:
+            UsageError: outside of these steps, where ``self.context.log`` logs a number.
+            ArgumentError: without a weight, if nobody knows how many samples the batch has.
+            ArgumentTypeError: for a value that is no number.
+        """
+        if self._step_log is None:
+            raise UsageError(
+                f"self.log({name!r}, ...) must be called in train_step, valid_step or test_step. "
+                "Elsewhere, self.context.log({name: number}) logs a number at once."
+            )
+        self._step_log.add(name, value, weight)
 
     def shard(self) -> Sequence[nn.Module | Unit] | None:
         """Return the units of ``Trainer(sharding="full")``: modules that are gathered one by one.

@@ -22,6 +22,7 @@ from helios.core.generators import (
     state_of_generator,
 )
 from helios.core.sharded_tensors import is_sharded
+from helios.core.step_log import StepLog
 from helios.terminal import root_logger as log
 
 if TYPE_CHECKING:
@@ -76,11 +77,12 @@ def without_trace(parts: RunParts) -> Iterator[None]:
     backup = Backup([parts.model, *parts.plugins.values()], leave=is_sharded)
     requests = parts.agreement.remember()
     run.is_repeating = True
+    parts.model._step_log = StepLog(lambda: 1)
     try:
         with log.muted_tensorboard():
             yield
     finally:
-        run.is_repeating = False
+        run.is_repeating, parts.model._step_log = False, None
         parts.agreement.take_back(requests)
         backup.restore()
         runner.replica, run.batch = replica, batch

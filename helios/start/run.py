@@ -58,6 +58,7 @@ from helios.start.objects import (
     check_batch_processor,
     check_model_state,
     check_plugins,
+    note_own_log,
     warn_of_unknown_hooks,
 )
 from helios.start.options import Options
@@ -567,7 +568,7 @@ class Run:
         )
 
     def _forget_run(self) -> None:
-        vars(self.model)["_run_context"] = None
+        vars(self.model)["_run_context"] = vars(self.model)["_step_log"] = None
         for plugin in self.plugins.values():
             vars(plugin).pop("context", None)
         # A user's engine outlives the run; a process group does not.
@@ -640,6 +641,7 @@ class Run:
         check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
+        note_own_log(self.model)
         self.renew_hooks()
 
     def renew_hooks(self) -> None:

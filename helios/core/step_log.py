@@ -1,0 +1,84 @@
+"""What a step logs with ``Model.log``: sums of values times weights, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, final
+
+from torch import Tensor
+
+from helios.core.loss_means import as_summand
+from helios.errors import ArgumentError, ArgumentTypeError
+
+
+@final
+class StepLog:
+    """Adds up what a step logs, in float64 and without waiting for the device.
+
+    Args:
+        find_size: returns the number of samples of the batch; ``None`` if it is unknown.
+
+    Attributes:
+        sums: the sum and the weight of each name.
+    """
+
+    def __init__(self, find_size: Callable[[], int | None]) -> None:
+        self._find_size = find_size
+        self.sums: dict[str, tuple[Any, float]] = {}
+
+    def add(self, name: str, value: Any, weight: float | None) -> None:
+        """Add a value.
+
+        Args:
+            name: its name.
+            value: a number, or a tensor of one element.
+            weight: how many parts it is the mean of; ``None`` for the samples of the batch.
+
+        Raises:
+            ArgumentTypeError: for a name that is no string, and for a value that is no number.
+            ArgumentError: if no weight is given, and the samples of the batch are not known.
+        """
+        if not isinstance(name, str):
+            raise ArgumentTypeError(
+                f"self.log(name, value) must get the name first, got {name!r}. Write e.g. "
+                'self.log("accuracy", accuracy).'
+            )
+        is_tensor = isinstance(value, Tensor)
+        is_number = value.numel() == 1 and not value.is_complex() if is_tensor else _is_real(value)
+        if not is_number:
+            shown = tuple(value.shape) if is_tensor else repr(value)
+            raise ArgumentTypeError(
+                f"self.log({name!r}, ...) must get a number or a tensor of one element, got "
+                f"{shown}. Reduce it, e.g. value.mean()."
+            )
+        if weight is None:
+            weight = self._find_size()
+        if weight is None or not 0 <= weight < math.inf:
+            rule = "a finite number of at least 0"
+            if weight is None:
+                rule = "passed, because the loader does not say how many samples a batch has"
+            raise ArgumentError(
+                f"self.log({name!r}, ..., weight=...) must be {rule}, got {weight!r}. Pass how "
+                "many samples the value is the mean of."
+            )
+        product = as_summand(value.reshape(()) if is_tensor else float(value)) * weight
+        known = self.sums.get(name)
+        self.sums[name] = (
+            (product, weight) if known is None else (known[0] + product, known[1] + weight)
+        )
+
+    def take(self) -> dict[str, tuple[Any, float]]:
+        """Return the sums so far, and begin anew."""
+        sums, self.sums = self.sums, {}
+        return sums
+
+
+def _is_real(value: Any) -> bool:
+    if isinstance(value, str | bytes):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
