@@ -31,7 +31,9 @@ _SHOWN = [_ROOT / "docs" / page for page in SHOWN]
 _PRINTED = [_ROOT / "README.md", _ROOT / "docs" / "start.md"]
 """The pages that show commands with what they print."""
 _RECIPES = [
-    page for page in _PAGES if page.parent.name == "recipes" and "Trainer(" in page.read_text()
+    page
+    for page in _PAGES
+    if page.parent.name == "recipes" and "Trainer(" in page.read_text() and page not in _SHOWN
 ]
 _BARS = "tqdm.tqdm.monitor_interval"
 """Seconds; 0 starts no thread, which the bars of `datasets` would leave behind."""
@@ -261,7 +263,9 @@ def test_the_page_of_the_architecture_is_short_and_names_files_that_exist() -> N
     named = {name for name in re.findall(r"`([\w/]+)`", page) if "/" in name}
     assert len(named) > 30
     package = _ROOT / "helios"
-    known = [name for name in named if (package / name).is_dir() or (package / f"{name}.py").exists()]
+    known = [
+        name for name in named if (package / name).is_dir() or (package / f"{name}.py").exists()
+    ]
     assert sorted(named - {*known, "scripts/check"}) == []
 
 
