@@ -1,7 +1,7 @@
 """What listens to the iterations of a run, and to the run as a whole, besides hooks of users.
 
 Loops and the writer of checkpoints know nothing of who listens. They go over the methods that
-:class:`Listeners` has found: where nobody listens there is nothing to go over. docs/listeners.md
+:class:`Listeners` has found: where nobody listens there is nothing to go over. docs/ledger.md
 says for each call in which thread and on which ranks it comes, and what an error does.
 """
 

@@ -31,7 +31,9 @@ _SHOWN = [_ROOT / "docs" / page for page in SHOWN]
 _PRINTED = [_ROOT / "README.md", _ROOT / "docs" / "start.md"]
 """The pages that show commands with what they print."""
 _RECIPES = [
-    page for page in _PAGES if page.parent.name == "recipes" and "Trainer(" in page.read_text()
+    page
+    for page in _PAGES
+    if page.parent.name == "recipes" and "Trainer(" in page.read_text() and page not in _SHOWN
 ]
 _BARS = "tqdm.tqdm.monitor_interval"
 """Seconds; 0 starts no thread, which the bars of `datasets` would leave behind."""

@@ -1,6 +1,6 @@
 """``run.jsonl``: what a run was started with, and what happened to it, a JSON line an event.
 
-docs/run_file.md lists the events. The file depends on time and place, so it is never compared. A
+docs/logging.md lists the events. The file depends on time and place, so it is never compared. A
 line that cannot be written costs a warning; one that a kill has cut off is skipped.
 """
 

@@ -52,8 +52,8 @@ class EvaluationLoop(Loop):
 
     _bound: ClassVar[str] = "_forward _moves"
     _internals: ClassVar[str] = (
-        f"{_bound} _batch_size _batches _kept _loader _log _modes _num_done _pass_number _randomness _sources _step "
-        "_total"
+        f"{_bound} _batch_size _batches _kept _loader _log _modes _num_done _pass_number "
+        "_randomness _sources _step _total"
     )
 
     phase: ClassVar[Phase]

@@ -197,7 +197,7 @@ class WandbLogger(ServerLogger):
     """Log to Weights & Biases what TensorBoard gets; exact over kills.
 
     Each iteration with numbers is a line of the run's history. The library sends in a process of
-    its own. See ``docs/plugins/trackers.md``.
+    its own. See ``docs/logging.md``.
 
     Args:
         project: name of the project.
@@ -299,7 +299,7 @@ class MlflowLogger(ServerLogger):
     """Log to MLflow what TensorBoard gets; exact over kills.
 
     The step of a point is ``global_iteration``. A thread sends what has gathered, so no step waits
-    for the server. See ``docs/plugins/trackers.md``.
+    for the server. See ``docs/logging.md``.
 
     Args:
         experiment: name of the experiment; created if missing.

@@ -39,7 +39,7 @@ _INTRO = {
     "data": "[Data](../data.md) has examples.",
     "loops": "[Loops](../loops.md) has the tree of loops and examples.",
     "engines": "[Engines](../engines.md) and [Precision](../precision.md) have examples.",
-    "ledger": "[The ledger](../ledger.md) and [Replay](../replay.md) have examples.",
+    "ledger": "[The ledger and replay](../ledger.md) has examples.",
 }
 _AT_THE_TOP = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")

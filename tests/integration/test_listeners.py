@@ -1,4 +1,4 @@
-"""Who listens to a run is called as docs/listeners.md says: thread, ranks, and what errors do."""
+"""Who listens to a run is called as docs/ledger.md says: thread, ranks, and what errors do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from helios.state import TrainingState
 from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "listeners.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
 STEPS, SAVED = 4, 2
 
 

@@ -16,7 +16,7 @@ from tests.loops.recorded import record
 from tests.support.resume import resume_everywhere
 from tests.support.runs import Outcome
 
-_PAGE = Path(__file__).resolve().parents[2] / "docs/tutorials/tbptt.md"
+_PAGE = Path(__file__).resolve().parents[2] / "docs/recipes/tbptt.md"
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ROWS, _CHUNK, _SPLIT, _CHUNKS = 3, 6, 2, 7
 

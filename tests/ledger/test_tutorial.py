@@ -1,4 +1,4 @@
-"""The tutorial on differences shows what its commands print."""
+"""The recipe on differences shows what its commands print."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOSS = re.compile(r"(?<=loss )\d[\w.+-]*")
 def test_the_outputs_on_the_page_are_real(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_page("tutorials/differences.md", tmp_path, monkeypatch)
+    run_page("recipes/differences.md", tmp_path, monkeypatch)
     printed = _LOSS.sub("#", capsys.readouterr().out)
-    assert printed.startswith(shown_texts("tutorials/differences.md"))
+    assert printed.startswith(shown_texts("recipes/differences.md"))
     assert re.search(r"equal: \d+ tensors\ntensors that differ: \d+, such as\n  model\.", printed)

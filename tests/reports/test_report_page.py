@@ -22,7 +22,7 @@ def _plain(text: str) -> list[str]:
 def run_report() -> None:
     """Run the page in the folder that the command line names."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        run_page("report.md", Path(sys.argv[1]), monkeypatch)
+        run_page("logging.md", Path(sys.argv[1]), monkeypatch)
 
 
 @pytest.mark.shows("P49", "P80")
@@ -30,6 +30,6 @@ def test_the_outputs_on_the_page_are_real(tmp_path: Path) -> None:
     done = scripts.call(run_report, tmp_path)
     assert done.returncode == 0, done.stderr
     printed = done.stdout
-    shown = shown_texts("report.md")
+    shown = shown_texts("logging.md")
     assert _plain(printed)[: len(shown.splitlines())] == _plain(shown)
     assert (tmp_path / "curves.png").stat().st_size > 1_000

@@ -5,7 +5,7 @@ it. A line is one of these:
 
 - ``name(arguments)``: an event is told, or a method called;
 - ``for each …:``: what stands below it happens any number of times;
-- ``if …:``: it happens or not; what is known of a run decides, see ``facts``;
+- ``if …:``: it happens or not; what is known of a run decides;
 - ``a validation pass:``: it happens, and has a name; ``a validation pass``: it happens again;
 - ``break``: the loop is left; ``return``: all is left but for ``finally:``;
 - ``finally:``: it happens at the end, also after an exception, which may come at any place.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from helios.hooks.events import EVENTS
 
@@ -26,8 +26,6 @@ RAISED = "an exception was raised"
 _TOLD = re.compile(r"([\w.]+)\((.*)\)")
 _ONE_LINE = re.compile(r"((?:if|for each) [^:]+:) (.+)")
 _INDENT = "    "
-
-Facts = Mapping[str, bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +46,6 @@ class Node:
         """The names of the arguments of an event."""
         found = _TOLD.fullmatch(self.text)
         return tuple(filter(None, found.group(2).split(", "))) if found else ()
-
-    @property
-    def conditions(self) -> list[str]:
-        """The conditions of an ``if``, all of which must hold; empty for other lines."""
-        if not self.text.startswith("if "):
-            return []
-        return self.text.removeprefix("if ").removesuffix(":").split(" and ")
 
     def walk(self) -> Iterator[Node]:
         """Yield the line and all below it."""
@@ -111,47 +102,3 @@ def unparse(nodes: Iterable[Node], depth: int = 0) -> str:
         else:
             text += f"{_INDENT * depth}{line}\n{unparse(node.body, depth + 1)}"
     return text
-
-
-def specialise(nodes: Iterable[Node], facts: Facts) -> tuple[Node, ...]:
-    """Return pseudocode without the conditions that are known: their bodies stay, or they go."""
-    found: list[Node] = []
-    for node in nodes:
-        body = specialise(node.body, facts)
-        open_conditions = [part for part in node.conditions if part not in facts]
-        if any(facts.get(part) is False for part in node.conditions):
-            continue
-        if node.conditions and not open_conditions:
-            found += body
-        elif node.conditions:
-            found.append(Node(f"if {' and '.join(open_conditions)}:", body))
-        else:
-            found.append(Node(node.text, body))
-    return tuple(found)
-
-
-def named_parts(nodes: Iterable[Node]) -> dict[str, tuple[Node, ...]]:
-    """Return the bodies of lines like ``a validation pass:`` by their names."""
-    return {
-        node.text.removesuffix(":"): node.body
-        for top in nodes
-        for node in top.walk()
-        if _is_name(node) and node.body
-    }
-
-
-def name_parts(nodes: Iterable[Node], parts: Mapping[str, tuple[Node, ...]]) -> tuple[Node, ...]:
-    """Return pseudocode in which each part that it uses is written out at its first place."""
-    missing = {name: body for name, body in parts.items() if name not in named_parts(nodes)}
-
-    def name(node: Node) -> Node:
-        body = missing.pop(node.text, node.body)
-        text = node.text if body is node.body else f"{node.text}:"
-        return Node(text, tuple(name(child) for child in body))
-
-    return tuple(name(node) for node in nodes)
-
-
-def _is_name(node: Node) -> bool:
-    is_other = node.text.startswith(("if ", "for each "))
-    return not (node.name or is_other or node.text in ("finally:", "break", "return"))

@@ -13,7 +13,7 @@ import pytest
 from tests.support.warned import collect_warnings
 
 DOCS = Path(__file__).parents[2] / "docs"
-SHOWN = ("report.md", "tutorials/differences.md")
+SHOWN = ("logging.md", "recipes/differences.md")
 """The pages whose outputs tests compare, so that no other test needs to run them."""
 OF_STATE = re.compile("incomplete|has no state_dict|train_step changes|cannot be saved|is missing")
 """Warnings that the code of no page may cause."""
