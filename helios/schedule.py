@@ -6,8 +6,8 @@ import dataclasses
 
 from helios.counters import Cursor, TrainingState, TrainingUnit
 
-_TOTAL = "total_steps reached"
-_STEPS = "max_steps reached"
+_LIMITS = ("total_steps", "max_epochs", "max_steps")
+_REACHED = "{} reached"
 _IMPATIENCE = "no improvement in"
 
 
@@ -16,8 +16,8 @@ class Schedule:
     """The options that decide when something happens; the trainer validates them.
 
     A frequency of ``None`` means never. Frequencies and ``total_steps`` are in ``unit``, except
-    ``print_frequency``, which always counts ``current_iteration``. ``max_steps`` limits the steps
-    of a run that counts epochs. A save is also due ``save_seconds`` after the last one, by the
+    ``print_frequency``, which always counts ``current_iteration``. ``limit`` is the argument that
+    has set ``total_steps``; ``max_steps`` limits the steps of a run that counts epochs. A save is also due ``save_seconds`` after the last one, by the
     clock of rank 0, and after each validation if ``saves_validated`` is set. The screen shows
     losses by time if ``shows_by_time`` is set. ``is_by_epoch`` is true if the unit is EPOCH,
     ``logs`` if there is a print frequency.
@@ -25,6 +25,7 @@ class Schedule:
 
     unit: TrainingUnit = TrainingUnit.EPOCH
     total_steps: float = 0
+    limit: str = _LIMITS[0]
     max_steps: int | None = None
     valid_frequency: int | None = None
     chkpt_frequency: int | None = None
@@ -115,13 +116,13 @@ def find_limit(schedule: Schedule, state: TrainingState, cursor: Cursor) -> str:
     if is_out_of_patience(schedule, state):
         return f"{_IMPATIENCE} {state.early_stop_count} validations"
     if is_out_of_steps(schedule, state):
-        return _STEPS
-    return _TOTAL if is_total_reached(schedule, state, cursor) else ""
+        return _REACHED.format("max_steps")
+    return _REACHED.format(schedule.limit) if is_total_reached(schedule, state, cursor) else ""
 
 
 def is_limit(reason: str) -> bool:
     """Whether a run ended because of its options (see :func:`find_limit`), not on request."""
-    return reason in (_TOTAL, _STEPS) or reason.startswith(_IMPATIENCE)
+    return reason in map(_REACHED.format, _LIMITS) or reason.startswith(_IMPATIENCE)
 
 
 def is_out_of_steps(schedule: Schedule, state: TrainingState) -> bool:

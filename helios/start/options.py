@@ -431,6 +431,12 @@ class Options:
         """Whether the length is set by ``max_epochs`` or ``max_steps``."""
         return self.max_epochs is not None or self.max_steps is not None
 
+    @property
+    def _limit(self) -> str:
+        if self.max_epochs is not None:
+            return "max_epochs"
+        return "total_steps" if self.max_steps is None else "max_steps"
+
     def require_length(self) -> None:
         """Refuse a training whose length is not set.
 
@@ -512,6 +518,7 @@ class Options:
         return Schedule(
             unit=self.train_unit,
             total_steps=self.total_steps,
+            limit=self._limit,
             max_steps=None if self.max_epochs is None else self.max_steps,
             valid_frequency=valid if isinstance(valid, int) else None,
             chkpt_frequency=every if chkpt == AUTO else chkpt if isinstance(chkpt, int) else None,

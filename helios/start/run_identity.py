@@ -163,13 +163,13 @@ def report_finished(name: str, loaded: Loaded, reason: str, *, is_passed: bool) 
     """
     _LOGGER.log(
         logging.INFO if is_passed else logging.WARNING,
-        "Nothing to do: the run %r in %s is finished (%s; %s). Raise total_steps or "
-        "early_stop_cycles to continue it, pass resume='never' to start a new run, or give another "
-        "model its own save_name.",
+        "Nothing to do: the run %r in %s is finished (%s; %s). Raise %s to continue it, pass "
+        "resume='never' to start a new run, or give another model its own save_name.",
         name,
         loaded.path.parent,
         reason,
         loaded.path.name,
+        reason.partition(" ")[0] if reason.endswith(" reached") else "early_stop_cycles",
     )
 
 

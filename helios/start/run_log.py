@@ -170,8 +170,16 @@ def _describe_saves(schedule: Schedule, unit: str) -> str:
     if schedule.chkpt_frequency is not None:
         parts.append(_every(schedule.chkpt_frequency, unit))
     if schedule.save_seconds is not None:
-        parts.append(f"every {format_seconds(schedule.save_seconds)}")
+        parts.append(f"at least every {_interval(schedule.save_seconds)}")
     return " and ".join(parts)
+
+
+def _interval(seconds: float) -> str:
+    """Return a time as it is passed, such as ``10 min``."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds % size == 0:
+            return f"{seconds / size:g} {unit}"
+    return f"{seconds:g} s"
 
 
 def describe_model(model: Model) -> str:
