@@ -339,7 +339,7 @@ def test_a_finished_run_warns_of_code_in_a_script_and_refuses_it_in_a_notebook(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_script_that_was_killed_and_edited_says_so(nproc: int, tmp_path: Path) -> None:
     end = f"if __name__ == '__main__':\n    main(6, 'runs', num_replicas=2, nproc={nproc})\n"
     edited = SCRIPT.replace("{1, 2}", "{1, 3}").replace("lr=0.01", "lr=0.02")

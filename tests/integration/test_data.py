@@ -200,6 +200,7 @@ def _drawn_with_replacement() -> Any:
 
 
 @pytest.mark.shows("S66")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("make", [_stock_batches, _drawn_with_replacement])
 def test_a_stock_sampler_with_a_generator_of_its_own_resumes_exactly(

@@ -26,7 +26,7 @@ def _differences(cells: list[Cell], num_processes: int) -> list[str]:
     ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize(("num_replicas", "num_processes"), GROUPS)
 def test_what_follows_a_decision_is_in_the_golden_file(

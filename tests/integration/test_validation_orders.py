@@ -144,6 +144,7 @@ def _train(make: Callable[[], Any], loaders: int, root: Path, *plugins: Plugin) 
 
 
 @pytest.mark.shows("S66")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("loaders", [1, 2])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_validation_has_the_order_that_it_would_have_had(

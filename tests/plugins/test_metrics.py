@@ -214,6 +214,23 @@ def test_a_resume_anywhere_gives_the_same_values(
         assert [repr(item) for item in heard] == [repr(item) for item in tail]
 
 
+def test_what_a_metric_keeps_over_a_reset_is_kept_over_a_resume(tmp_path: Path) -> None:
+    import torchmetrics
+
+    def run(folder: Path, steps: int) -> list[tuple[int, str, float]]:
+        accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+        metrics = {"extremes": torchmetrics.wrappers.MinMaxMetric(accuracy)}
+        listener = Listener()
+        plugin = _of(metrics, inputs=_probabilities, every=2)
+        train(folder, Setting(total_steps=steps), plugin, listener)
+        return [entry for entry in listener.heard if "extremes" in entry[1]]
+
+    whole = run(tmp_path / "whole", 8)
+    assert run(tmp_path / "resumed", 5) + run(tmp_path / "resumed", 8) == whole
+    values = {name: value for iteration, name, value in whole if iteration == 6}
+    assert values["train/extremes/max"] > values["train/extremes/raw"]
+
+
 class Rolling(Mean):
     """A metric that draws random numbers from all generators."""
 

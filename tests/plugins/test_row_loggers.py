@@ -161,6 +161,21 @@ def test_real_kills_leave_the_undisturbed_files(tmp_path: Path) -> None:
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
 
 
+def test_a_start_after_a_kill_before_the_first_checkpoint_begins_anew(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    setting = _setting(chkpt_frequency=4)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    _run(whole, setting)
+    assert train_in_child(killed, setting, *_loggers(killed), KillAt("on_log", 3)) == -9
+    assert len(_rows(killed / "log.csv")) == 4
+    _run(killed, setting)
+    assert "log.csv already exists" in capfd.readouterr().err
+    for name in NAMES:
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    assert len(_rows(killed / "log.before-1.csv")) == 4
+
+
 def test_a_start_without_the_file_says_what_is_missing_and_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -235,6 +235,7 @@ def test_a_start_that_changed_something_logs_again_from_its_step_on(
     assert [sorted(points) for points in twice] == [sorted(each + each[6:]) for each in once]
 
 
+@pytest.mark.full
 def test_before_the_first_checkpoint_a_start_that_may_differ_is_another_run(
     address: str, tmp_path: Path
 ) -> None:
