@@ -17,10 +17,10 @@ class Schedule:
 
     A frequency of ``None`` means never. Frequencies and ``total_steps`` are in ``unit``, except
     ``print_frequency``, which always counts ``current_iteration``. ``limit`` is the argument that
-    has set ``total_steps``; ``max_steps`` limits the steps of a run that counts epochs. A save is also due ``save_seconds`` after the last one, by the
-    clock of rank 0, and after each validation if ``saves_validated`` is set. The screen shows
-    losses by time if ``shows_by_time`` is set. ``is_by_epoch`` is true if the unit is EPOCH,
-    ``logs`` if there is a print frequency.
+    has set ``total_steps``; ``max_steps`` limits the steps of a run that counts epochs. A save is
+    also due ``save_seconds`` after the last one, by the clock of rank 0, and after each validation
+    if ``saves_validated`` is set. The screen shows losses by time if ``shows_by_time`` is set.
+    ``is_by_epoch`` is true if the unit is EPOCH, ``logs`` if there is a print frequency.
     """
 
     unit: TrainingUnit = TrainingUnit.EPOCH
