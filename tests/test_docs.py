@@ -187,7 +187,7 @@ def test_a_replay_buffer_has_the_same_bytes_after_kills(
 
     def train(name: str, *plugins: helios.Plugin) -> int:
         def construct_short(self: helios.Trainer, **options: Any) -> None:
-            options |= {"total_steps": 3, "chkpt_root": tmp_path / name, "plugins": plugins}
+            options |= {"max_epochs": 3, "chkpt_root": tmp_path / name, "plugins": plugins}
             construct(self, **options)
 
         def run() -> None:
