@@ -19,8 +19,9 @@ class Schedule:
     ``print_frequency``, which always counts ``current_iteration``. ``limit`` is the argument that
     has set ``total_steps``; ``max_steps`` limits the steps of a run that counts epochs. A save is
     also due ``save_seconds`` after the last one, by the clock of rank 0, and after each validation
-    if ``saves_validated`` is set. The screen shows losses by time if ``shows_by_time`` is set.
-    ``is_by_epoch`` is true if the unit is EPOCH, ``logs`` if there is a print frequency.
+    if ``saves_validated`` is set. The screen shows losses by time if ``shows_by_time`` is set, or
+    without a print frequency. ``is_by_epoch`` is true if the unit is EPOCH, ``logs`` if there is a
+    print frequency.
     """
 
     unit: TrainingUnit = TrainingUnit.EPOCH
@@ -43,6 +44,7 @@ class Schedule:
         # Read in every iteration, so they are attributes, not properties.
         object.__setattr__(self, "is_by_epoch", self.unit is TrainingUnit.EPOCH)
         object.__setattr__(self, "logs", self.print_frequency is not None)
+        object.__setattr__(self, "shows_by_time", self.shows_by_time or not self.logs)
 
 
 def ends_window(

@@ -362,13 +362,16 @@ class ScoringLoop(EvaluationLoop):
     def __init__(self) -> None:
         super().__init__()
         self._has_named_sizes = False
-        self._log = StepLog(lambda: self._batch_size)
+        self._log = StepLog(self._find_batch_size)
 
     def reset(self) -> None:
         """Begin a pass with empty totals."""
         super().reset()
         block = self._parts.replicas.local_replicas
         self._totals = {replica: Totals(self.step_name) for replica in block}
+
+    def _find_batch_size(self) -> int | None:
+        return self._batch_size
 
     @property
     @abstractmethod

@@ -226,9 +226,10 @@ class OptimizerLoop(Loop):
                 if name != "loss" and _is_number(part)
             }
             iteration.beside = [*iteration.beside, (self._runner.replica, shown)]
-        logged = self._log.take()
-        if logged and not self._run.is_repeating:
-            iteration.beside = [*iteration.beside, (self._runner.replica, logged)]
+        if self._log.sums:
+            logged = self._log.take()
+            if not self._run.is_repeating:
+                iteration.beside = [*iteration.beside, (self._runner.replica, logged)]
 
     def advance(self, batch: Any) -> None:
         """Train on one micro-batch, and make the updates at the end of a window.

@@ -525,7 +525,7 @@ class Options:
             save_seconds=_AUTO_SECONDS if chkpt == AUTO else read_seconds(chkpt) or None,
             saves_validated=chkpt == AUTO,
             print_frequency=shown if isinstance(shown, int) else _AUTO_LOGS if shown else None,
-            shows_by_time=shown in (None, AUTO),
+            shows_by_time=shown == AUTO,
             accumulation_steps=self.accumulation_steps,
             early_stop_cycles=self.early_stop_cycles,
         )

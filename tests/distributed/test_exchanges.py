@@ -76,7 +76,7 @@ def _ask_in_a_step(rank: int, num_replicas: int, act: str) -> str:
     ("act", "text"),
     [
         ("request_stop", r"Context.request_stop() must be called in an event"),
-        ("losses", r"['norm'] in Model._loss_items changed after the losses"),
+        ("losses", r"['norm'] in Model.loss_items changed after the losses"),
     ],
 )
 @pytest.mark.parametrize("num_processes", [1, 2])

@@ -55,7 +55,7 @@ def test_the_defaults_are_accepted_without_a_word(caplog: pytest.LogCaptureFixtu
     arguments = make()
     assert arguments.seed == 6691
     assert arguments.gpu_ids == []
-    assert arguments.limits == Schedule(shows_by_time=True)
+    assert arguments.limits == Schedule()
     assert not arguments.can_save
     assert caplog.records == []
 

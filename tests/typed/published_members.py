@@ -199,6 +199,8 @@ def read_model(model: Model) -> None:
     assert_type(model.metrics, dict[str, Any])
     assert_type(model.val_scores, dict[str, Any])
     assert_type(model.loss_items, dict[str, Any])
+    if model.global_rank < 0:
+        model.log("nothing", 1.0, weight=2)
     assert_type(model.test_scores, dict[str, Any])
     assert_type(model.shard(), Sequence[nn.Module | Unit] | None)
     assert_type(model.init_unit(nn.Linear(1, 1), "net"), bool | None)
