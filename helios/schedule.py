@@ -17,7 +17,8 @@ class Schedule:
 
     A frequency of ``None`` means never. Frequencies and ``total_steps`` are in ``unit``, except
     ``print_frequency``, which always counts ``current_iteration``. ``limit`` is the argument that
-    has set ``total_steps``; ``max_steps`` limits the steps of a run that counts epochs. A save is
+    has set ``total_steps``; ``max_steps`` limits the steps of a run that counts epochs. The last
+    step of a run that counts them is validated if ``validates_last`` is set. A save is
     also due ``save_seconds`` after the last one, by the clock of rank 0, and after each validation
     if ``saves_validated`` is set. The screen shows losses by time if ``shows_by_time`` is set, or
     without a print frequency. ``is_by_epoch`` is true if the unit is EPOCH, ``logs`` if there is a
@@ -29,6 +30,7 @@ class Schedule:
     limit: str = _LIMITS[0]
     max_steps: int | None = None
     valid_frequency: int | None = None
+    validates_last: bool = False
     chkpt_frequency: int | None = None
     save_seconds: float | None = None
     saves_validated: bool = False
@@ -85,7 +87,8 @@ def _is_due(schedule: Schedule, state: TrainingState, frequency: int | None) -> 
 
 def is_validation_due(schedule: Schedule, state: TrainingState) -> bool:
     """Whether a validation follows this boundary, a step or the end of an epoch."""
-    return _is_due(schedule, state, schedule.valid_frequency)
+    is_last = schedule.validates_last and state.current_iteration >= schedule.total_steps
+    return _is_due(schedule, state, schedule.valid_frequency) or is_last
 
 
 def is_save_due(schedule: Schedule, state: TrainingState) -> bool:

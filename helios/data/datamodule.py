@@ -14,6 +14,7 @@ from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import Unpack, final
 
@@ -321,6 +322,12 @@ class _FromDatasets(DataModule):
             return {name: self._make(each, params) for name, each in found.items()}
         if found is None or isinstance(found, Steps | DataLoader):
             return found
+        parts = found if isinstance(found, list | tuple) else ()
+        if any(isinstance(each, torch.utils.data.Dataset | DataLoader) for each in parts):
+            raise ArgumentTypeError(
+                "DataModule.from_datasets(...) must get several data sets by name, got a "
+                f'{type(found).__name__} of them. Pass a dict: valid={{"near": ..., "far": ...}}.'
+            )
         return self.create_dataset(found, **params)
 
 

@@ -67,6 +67,7 @@ class Boundary:
         self._schedule = parts.schedule
         self._settle = parts.agreement.settle
         self._next_due = 0.0
+        self._has_step_limit = parts.schedule.max_steps is not None
 
     def follow(
         self, kind: BoundaryRules, validate: Validate, end_epoch: Callable[[], None] | None = None
@@ -82,7 +83,9 @@ class Boundary:
         run.place = Place.BOUNDARY
         if kind.agrees and not self._settle(ends_window=True):
             is_quiet = not kind.is_counted or run.state.current_iteration < self._next_due
-            if is_quiet and not due.is_out_of_steps(self._schedule, run.state):
+            # Inside an epoch, nothing else ends a run that nobody asks to end.
+            has_limit = self._has_step_limit and due.is_out_of_steps(self._schedule, run.state)
+            if is_quiet and not has_limit:
                 return False
         # At the end of a run by steps, nothing is validated or saved just because it is due.
         is_open = kind is EPOCH or not run.is_stopping

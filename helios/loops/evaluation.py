@@ -443,7 +443,7 @@ class ValidationLoop(ScoringLoop):
 class TestingLoop(ScoringLoop):
     """One test pass."""
 
-    _internals: ClassVar[str] = "step_name"
+    _internals: ClassVar[str] = "_validated step_name"
     __test__: ClassVar[bool] = False  # else pytest collects the class as a test
     phase = Phase.TESTING
     noun = "testing"
@@ -453,6 +453,22 @@ class TestingLoop(ScoringLoop):
         # One step for both, if the model has no test_step.
         self.step_name = find_test_step(parts.model) or "test_step"
         super()._bind(parts)
+
+    def _finish_pass(self) -> bool:
+        model = self._parts.model
+        if self.step_name == "valid_step":
+            # What the step has written itself belongs to the test.
+            model.test_scores.update(model.val_scores)
+            model.val_scores.clear()
+            model.val_scores.update(self._validated)
+        return super()._finish_pass()
+
+    def on_run_start(self, *args: Any) -> None:
+        """Begin the pass; the scores of a validation are kept."""
+        self._validated = dict(self._parts.model.val_scores)
+        if self.step_name == "valid_step":
+            self._parts.model.val_scores.clear()
+        super().on_run_start(*args)
 
     @property
     def scores(self) -> dict[str, Any]:

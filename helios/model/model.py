@@ -64,17 +64,17 @@ def is_own(model: Model, name: str) -> bool:
     return getattr(getattr(model, name), "__func__", None) is not getattr(Model, name)
 
 
-_BEFORE_VALID_STEP = ("on_validation_start", "on_validation_batch_start")
+_AROUND_VALID_STEP = ("on_validation_start", "on_validation_batch_start", "on_validation_end")
 
 
 def find_test_step(model: Model) -> str:
     """Return the name of the step that tests a model; empty if it has none.
 
-    What the model prepares for its ``valid_step`` in events of a validation is not there in a test.
+    What the model does for its ``valid_step`` in events of a validation is not done in a test.
     """
     if model.batch_processor is not None or is_own(model, "test_step"):
         return "test_step"
-    is_prepared = any(is_own(model, name) for name in _BEFORE_VALID_STEP)
+    is_prepared = any(is_own(model, name) for name in _AROUND_VALID_STEP)
     return "valid_step" if is_own(model, "valid_step") and not is_prepared else ""
 
 
@@ -224,7 +224,7 @@ class Model(Hooks, ABC):
         Gradients and the ledger know nothing of it, and nothing waits for the device.
 
         Args:
-            name: its name.
+            name: its name, which no loss has, and no number that the step returns.
             value: a number, or a tensor of one element; the mean over the batch.
             weight: how many parts it is the mean of; ``None`` for the samples of the batch.
 

@@ -237,9 +237,9 @@ def _describe_step(model: Model) -> list[str]:
     step, kind = find_test_step(model), type(model).__name__
     if not step and is_own(model, "valid_step"):
         _LOGGER.warning(
-            "%s has no test_step, and its valid_step needs its on_validation_start or "
-            "on_validation_batch_start, which a test does not call. So no step is called. Write "
-            "test_step(self, batch).",
+            "%s has no test_step, and its valid_step needs its on_validation_start, "
+            "on_validation_batch_start or on_validation_end, which a test does not call. So no "
+            "step is called. Write test_step(self, batch).",
             kind,
         )
     return [f"by valid_step ({kind} has no test_step)"] if step == "valid_step" else []

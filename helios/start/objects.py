@@ -115,12 +115,12 @@ def check_training_source(source: Source, *, can_save: bool, is_by_epoch: bool) 
         raise ArgumentError(
             f"The training loader, a {type(source.loader).__name__}, can neither seek nor be "
             f"saved, so a checkpoint could not resume exactly. {source.resumes_by.remedy} Or "
-            "omit chkpt_frequency."
+            "pass chkpt_frequency=None."
         )
     if source.is_endless and is_by_epoch:
         raise ArgumentError(
-            'Trainer(train_unit=...) must be "iteration" with Steps(), whose epoch never ends, '
-            'got "epoch". Pass the iterations of an epoch: Steps(n).'
+            "Trainer(max_epochs=...) must not be passed with Steps(), whose epoch never ends. Pass "
+            "max_steps, or the iterations of an epoch: Steps(n)."
         )
 
 

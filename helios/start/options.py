@@ -184,7 +184,7 @@ _FREQUENCY = _must_be(
     lambda value: value is None or value == AUTO or _is_count(value),
 )
 _SAVES = _must_be(
-    'a positive int, a time such as "10min", None for never, or "auto"',
+    'a positive int, a time in s, min or h such as "10min", None for never, or "auto"',
     lambda value: value in (None, AUTO) or _is_count(value) or bool(read_seconds(value)),
 )
 _PATIENCE = _must_be("None or a non-negative int", _none_or(_is_natural))
@@ -521,6 +521,7 @@ class Options:
             limit=self._limit,
             max_steps=None if self.max_epochs is None else self.max_steps,
             valid_frequency=valid if isinstance(valid, int) else None,
+            validates_last=self.valid_frequency == AUTO and has_validation and not is_by_epoch,
             chkpt_frequency=every if chkpt == AUTO else chkpt if isinstance(chkpt, int) else None,
             save_seconds=_AUTO_SECONDS if chkpt == AUTO else read_seconds(chkpt) or None,
             saves_validated=chkpt == AUTO,

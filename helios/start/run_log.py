@@ -342,7 +342,8 @@ def warn_of_idle_options(
             "max_steps."
         )
     validates = schedule.valid_frequency is not None
-    if validates and not has_validation:
+    waits = validates or schedule.early_stop_cycles is not None
+    if waits and not has_validation:
         _LOGGER.warning(
             "There is no validation data, so valid_frequency and early_stop_cycles have no "
             "effect. Assign self.valid_dataset in the data module's setup()."
@@ -371,7 +372,7 @@ def _suggest(model: Model) -> str:
     close = difflib.get_close_matches(_STEP, own_methods(model), n=1, cutoff=0.5)
     if close:
         return f"Rename {close[0]} to valid_step if it is meant to be that."
-    return "Write valid_step(self, batch), which returns {name: (sum, weight)}."
+    return "Write valid_step(self, batch), and log scores in it: self.log(name, value)."
 
 
 def format_scores(scores: Mapping[str, float]) -> str:

@@ -153,7 +153,8 @@ class ProgressDisplay(Display):
         assert self._schedule is not None
         total = self._schedule.total_steps
         if self._schedule.is_by_epoch:
-            total *= self._steps_of_epoch or math.inf
+            most = math.inf if self._schedule.max_steps is None else self._schedule.max_steps
+            total = min(total * (self._steps_of_epoch or math.inf), most)
         return int(total) if self._steps <= total < math.inf else None
 
     def _rates(self) -> list[str]:

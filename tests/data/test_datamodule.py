@@ -247,7 +247,7 @@ def add_up(samples: list[int]) -> Any:
 def test_a_plain_loader_is_taken_apart_to_the_same_batches(loader: DataLoader[Any]) -> None:
     module = Short(lambda module: loader)
     module.setup()
-    for found in (module, DataModule.from_datasets(train=loader, valid=[loader], batch_size=7)):
+    for found in (module, DataModule.from_datasets(train=loader, valid=loader, batch_size=7)):
         assert found.train_dataset is loader.dataset
         assert batches_of(found.train_dataloader()) == as_lists(list(loader))
         mine, _ = found.train_dataloader()

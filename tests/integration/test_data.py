@@ -98,7 +98,7 @@ class Stream(IterableDataset):
 def test_a_stream_with_checkpoints_is_refused(tmp_path: Path) -> None:
     message = (
         r"neither seek nor be saved.* Give the Stream state_dict and load_state_dict and set "
-        r"num_workers=0, .* omit chkpt_frequency"
+        r"num_workers=0, .* pass chkpt_frequency=None"
     )
     with pytest.raises(ArgumentError, match=message):
         fit(Data(Stream(), batch_size=4), tmp_path)

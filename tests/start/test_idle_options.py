@@ -58,7 +58,9 @@ def test_a_missing_validation_step_is_named_with_what_may_be_meant(
     assert said.startswith("Mistyped has no valid_step, so validations compute no scores.")
     assert "Rename validate_batch to valid_step" in said
     said = warnings_of(caplog, QuietModel("quiet"))
-    assert said.endswith("Write valid_step(self, batch), which returns {name: (sum, weight)}.")
+    assert said.endswith(
+        "Write valid_step(self, batch), and log scores in it: self.log(name, value)."
+    )
     assert warnings_of(caplog, QuietModel("quiet"), schedule=Schedule(total_steps=2)) == ""
 
 

@@ -91,8 +91,9 @@ def test_max_epochs_is_a_run_of_epochs_that_validates_and_saves_each(tmp_path: P
 def test_max_steps_counts_steps_and_does_the_rest_once_an_epoch(tmp_path: Path) -> None:
     model = fit(tmp_path, max_steps=15)
     assert model.counters.global_step == 15
-    assert model.validated == [6, 12]
+    assert model.validated == [6, 12, 15]
     assert saved(tmp_path) == [6, 12, 15]
+    assert fit(None, max_steps=4).validated == [4], "the last step is validated, too"
     assert weights(fit(None, train_unit="step", total_steps=15)) == weights(model)
 
 
@@ -173,3 +174,26 @@ def test_an_evaluation_returns_its_scores_as_a_mapping_that_is_true(tmp_path: Pa
     nothing = trainer.test(model, Data())
     assert nothing
     assert not len(nothing)
+
+
+def test_what_one_step_for_both_writes_in_a_test_is_a_test_score(tmp_path: Path) -> None:
+    class Plain(helios.Model):
+        def setup(self) -> None:
+            self.net = nn.Linear(2, 1)
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-4)
+
+        def train_step(self, batch: Any) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def valid_step(self, batch: Any, step: int) -> None:
+            self.val_scores["batches"] = step + 1
+            self.log("error", self.net(batch[0]).square().mean())
+
+    model = Plain()
+    trainer = helios.Trainer(max_epochs=1, use_cpu=True)
+    two = helios.DataModule.from_datasets(train=NUMBERS, valid=NUMBERS, test=NUMBERS, batch_size=2)
+    assert trainer.fit(model, two)
+    validated = dict(model.val_scores)
+    assert validated.keys() == {"batches", "error"}
+    assert dict(trainer.test(model, two)) == validated
+    assert model.val_scores == validated
