@@ -64,7 +64,8 @@ class Trainer:
         total_steps: length of the run in that unit; ``float("inf")`` for no limit. New scripts pass
             ``max_epochs`` or ``max_steps``; beside ``total_steps``, ``"auto"`` means never.
         valid_frequency: validate every N epochs or steps; ``None`` for never. ``"auto"`` is every
-            epoch.
+            epoch, or every 1,000 steps of a stream without a length; never beside
+            ``total_steps``.
         chkpt_frequency: write a checkpoint every N epochs or steps, or every ``"10min"``; needs
             ``chkpt_root``. ``"auto"`` is after each epoch and validation, and at least every ten
             minutes.

@@ -140,7 +140,7 @@ class DataModule(ABC):
                 data set keeps its own options.
 
         Raises:
-            ArgumentError: if an option is invalid, or if there is no data.
+            ArgumentError: if an option is invalid, or if there is no data that it is for.
             ArgumentTypeError: for an unknown option, and for a ``DataLoader`` that is not plain.
 
         Example:
@@ -154,6 +154,12 @@ class DataModule(ABC):
             raise ArgumentError(
                 "DataModule.from_datasets(...) must get at least one data set, got none. Pass "
                 "train=dataset."
+            )
+        without_effect = sorted(_OF_TRAINING & params.keys()) if train is None else []
+        if without_effect:
+            raise ArgumentError(
+                f"DataModule.from_datasets({without_effect[0]}=...) is for the training data, got "
+                "no train=... Leave it out."
             )
         return _FromDatasets(given, params)
 

@@ -359,9 +359,10 @@ class Context(Generic[RunModel]):
 
     @property
     def max_step(self) -> float | None:
-        """Number of optimizer steps of the run; ``None`` if epochs are counted."""
+        """Number of optimizer steps of the run; ``None`` if only epochs are counted."""
         schedule = self._parts.schedule
-        return schedule.total_steps if schedule.unit is TrainingUnit.ITERATION else None
+        is_length = schedule.unit is TrainingUnit.ITERATION
+        return schedule.total_steps if is_length else schedule.max_steps
 
     @property
     def dataloader(self) -> DataLoader[Any] | None:

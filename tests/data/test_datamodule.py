@@ -215,6 +215,10 @@ def test_given_data_may_be_steps_a_stream_several_by_name_and_have_a_sampler() -
             lambda make: DataModule.from_datasets(train=Indices(3), val=Indices(3)),
             "got val. Did you mean valid?",
         ),
+        (
+            lambda make: DataModule.from_datasets(valid=Indices(3), shuffle=True),
+            "from_datasets(shuffle=...) is for the training data, got no train=... Leave it out.",
+        ),
     ],
 )
 def test_a_wrong_option_is_an_error_that_names_the_right_one(

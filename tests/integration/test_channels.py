@@ -405,6 +405,12 @@ def test_the_objects_of_the_run_are_seen() -> None:
     hooks, seen = watch(lambda ctx: (ctx.max_epoch, ctx.max_step), "on_loop")
     make_trainer(hooks, train_unit="epoch", total_steps=2).fit(model, data)
     assert seen["loop("] == [(2, None)]
+    hooks, seen = watch(lambda ctx: (ctx.max_epoch, ctx.max_step), "on_loop")
+    both = helios.Trainer(
+        max_epochs=2, max_steps=3, use_cpu=True, print_banner=False, plugins=[hooks]
+    )
+    both.fit(Linear(), data)
+    assert seen["loop("] == [(2, 3)]
 
 
 @pytest.mark.shows("R31")
