@@ -157,6 +157,7 @@ def test_a_recipe_that_is_killed_ends_with_the_same_ledgers(
 ) -> None:
     script = _write_script(page, tmp_path)
     monkeypatch.setattr(_BARS, 0)
+    monkeypatch.setattr(sys, "argv", [str(script)])
     construct = helios.Trainer.__init__
 
     def run(folder: str, *plugins: helios.Plugin) -> dict[str, bytes]:
