@@ -432,7 +432,8 @@ class Options:
         return self.max_epochs is not None or self.max_steps is not None
 
     @property
-    def _limit(self) -> str:
+    def limit(self) -> str:
+        """The argument that sets the length of the run."""
         if self.max_epochs is not None:
             return "max_epochs"
         return "total_steps" if self.max_steps is None else "max_steps"
@@ -518,7 +519,7 @@ class Options:
         return Schedule(
             unit=self.train_unit,
             total_steps=self.total_steps,
-            limit=self._limit,
+            limit=self.limit,
             max_steps=None if self.max_epochs is None else self.max_steps,
             valid_frequency=valid if isinstance(valid, int) else None,
             validates_last=self.valid_frequency == AUTO and has_validation and not is_by_epoch,

@@ -123,7 +123,7 @@ def has_ended(options: Options, record: Record) -> bool:
 def note_limits(options: Options, stored: Mapping[str, Any]) -> list[str]:
     """Log which limits differ from the checkpoint's; returns them as text, to be recorded."""
     changes = [
-        f"{name}: {stored[name]} -> {now}"
+        f"{options.limit if name == 'total_steps' else name}: {stored[name]} -> {now}"
         for name, now in limits(options).items()
         if name in stored and stored[name] != now
     ]
