@@ -122,7 +122,8 @@ def test_a_worker_that_is_lost_changes_no_bit(
     # What a process opens once for all workers it ever starts.
     read(num_workers=1, method=method)
     before = stuck_workers.count_files_at_rest()
-    timeout = FORKED if method == "fork" else FRESH
+    # PyTorch sees after 5 s that one has left with code 0.
+    timeout = FORKED if method == "fork" and act is not leave else FRESH
     options = {"method": method, "persistent_workers": persists, "worker_timeout": timeout}
     assert read(data, num_workers=2, prefetch_factor=3, **options) == read(num_workers=0)
     assert lines_of(caplog)
