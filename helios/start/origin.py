@@ -49,7 +49,7 @@ def require_writable(options: Options, save_name: str) -> None:
         raise ArgumentError(
             "Trainer(chkpt_root=...) must be a folder that can be created and written to, got "
             f"{str(options.chkpt_root)!r}: {error}. Pass another one, or correct its permissions. "
-            "Omit chkpt_frequency to train without checkpoints."
+            "Omit chkpt_root to train without checkpoints."
         ) from error
 
 
