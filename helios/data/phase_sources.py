@@ -15,8 +15,7 @@ from helios.data.keyed_source import KeyedSource
 from helios.data.loader import KeyedLoader
 from helios.data.source import LONE, Shard, Source
 from helios.data.steps import Steps, StepsSource
-from helios.data.stream import StreamLoader
-from helios.data.stream_source import StreamSource
+from helios.data.stream import StreamLoader, StreamSource
 from helios.errors import ArgumentError, ArgumentTypeError
 
 

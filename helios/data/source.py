@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -19,14 +18,7 @@ from helios.errors import ArgumentError, UsageError
 from helios.protocols import Stateful
 from helios.storage.content_hash import Content
 
-
-class NoBatch(Enum):
-    """The type of :data:`NO_BATCH`."""
-
-    NO_BATCH = "NO_BATCH"
-
-
-NO_BATCH: Final = NoBatch.NO_BATCH
+NO_BATCH: Final = object()
 """The batch of a replica that has none in the last iteration of an evaluation."""
 
 
@@ -41,9 +33,6 @@ class Shard:
             end as PyTorch's ``DistributedSampler`` does (training). Otherwise each sample occurs
             once, and replicas may have a shorter batch or none in the last iteration (evaluation).
 
-    Raises:
-        ArgumentError: if the number is less than one, or the block is not a range of replicas.
-
     Example:
         >>> Shard(num_replicas=4, block=range(2, 4), pads=True).block
         range(2, 4)
@@ -52,25 +41,6 @@ class Shard:
     num_replicas: int
     block: range
     pads: bool
-
-    def __post_init__(self) -> None:
-        if type(self.num_replicas) is not int or self.num_replicas < 1:
-            raise ArgumentError(
-                f"Shard(num_replicas=...) must be a positive int, got {self.num_replicas!r}. Pass "
-                "the number of replicas of the run."
-            )
-        block = self.block
-        is_range = isinstance(block, range) and len(block) > 0 and block.step > 0
-        if not is_range or block[0] < 0 or block[-1] >= self.num_replicas:
-            raise ArgumentError(
-                f"Shard(block=...) must be a range of replicas from 0 to {self.num_replicas - 1}, "
-                f"got {block!r}. Pass the replicas of this process."
-            )
-        if not isinstance(self.pads, bool):
-            raise ArgumentError(
-                f"Shard(pads=...) must be True or False, got {self.pads!r}. Pass True for "
-                "training, False for evaluation."
-            )
 
 
 LONE: Final = Shard(num_replicas=1, block=range(1), pads=True)
@@ -161,11 +131,6 @@ class BatchIterator(ABC):
         """
         return None
 
-    @property
-    def replay_length(self) -> int:
-        """The number of steps of :meth:`catch_up`; 0 if the pass starts anywhere at once."""
-        return 0
-
     def catch_up(self) -> Iterator[None]:
         """Read again what is before the position, step by step.
 
@@ -182,27 +147,43 @@ class BatchIterator(ABC):
         """End the pass and workers that are not persistent; may be called again."""
 
 
-@final
-class _LimitedBatches(BatchIterator):
-    """The first batches of a pass."""
+class WrappedBatches(BatchIterator):
+    """Another pass, which may end earlier.
 
-    def __init__(self, batches: BatchIterator, num_left: int) -> None:
+    Args:
+        batches: the pass.
+    """
+
+    def __init__(self, batches: BatchIterator) -> None:
         self._batches = batches
-        self._num_left = num_left
 
     @property
     def sizes(self) -> Sequence[int] | None:
-        """As without a limit."""
+        """As in the other pass."""
         return self._batches.sizes
-
-    @property
-    def replay_length(self) -> int:
-        """As without a limit."""
-        return self._batches.replay_length
 
     def catch_up(self) -> Iterator[None]:
         """Read again what is before the position."""
         return self._batches.catch_up()
+
+    def _describe(self) -> None:
+        """Take over what the other pass says of its last iteration."""
+        self.num_samples, self.indices = self._batches.num_samples, self._batches.indices
+        self.skipped, self.contents = self._batches.skipped, self._batches.contents
+        self.repeats, self.is_last = self._batches.repeats, self._batches.is_last
+
+    def close(self) -> None:
+        """End the pass and workers that are not persistent."""
+        self._batches.close()
+
+
+@final
+class _LimitedBatches(WrappedBatches):
+    """The first batches of a pass."""
+
+    def __init__(self, batches: BatchIterator, num_left: int) -> None:
+        super().__init__(batches)
+        self._num_left = num_left
 
     def __next__(self) -> Any:
         if self._num_left <= 0:
@@ -210,34 +191,14 @@ class _LimitedBatches(BatchIterator):
             raise StopIteration
         batch = next(self._batches)
         self._num_left -= 1
-        self.num_samples, self.indices = self._batches.num_samples, self._batches.indices
-        self.skipped, self.contents = self._batches.skipped, self._batches.contents
-        self.repeats = self._batches.repeats
-        self.is_last = self._batches.is_last or self._num_left == 0
+        self._describe()
+        self.is_last |= self._num_left == 0
         return batch
 
     def close(self) -> None:
         """End the pass and workers that are not persistent."""
         self._num_left = 0
-        self._batches.close()
-
-
-@final
-class NoBatches(BatchIterator):
-    """Placeholder for a pass that was not started.
-
-    Args:
-        what: name of the pass in the error message.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __next__(self) -> Any:
-        raise UsageError(f"{self._what} is not available, because the epoch was not started.")
-
-    def close(self) -> None:
-        """Do nothing."""
+        super().close()
 
 
 class Source(ABC):
@@ -288,17 +249,6 @@ class Source(ABC):
     def ends_together(self) -> bool:
         """Whether the passes of all processes always end in the same iteration."""
         return True
-
-    def count_unused(self) -> tuple[int, bool] | None:
-        """Count the samples of this process that the pass that ends now leaves unused.
-
-        It ends with the shortest part. Call it before the pass is closed.
-
-        Returns:
-            Their number, and whether these are all; ``None`` if every pass uses all samples or has
-            a limit, or if they were counted in an earlier one.
-        """
-        return None
 
     @property
     def state_is_per_process(self) -> bool:
@@ -412,24 +362,15 @@ class Source(ABC):
             numbers: numbers of batches, from 1, over all epochs, with skipped ones.
 
         Raises:
-            ArgumentError: if the source cannot skip, or if nothing would be left of an epoch.
+            ArgumentError: if the source cannot skip.
         """
-        if not numbers:
-            return
-        length = self.num_batches()
-        if length is None and not self.is_endless:
+        if numbers and self.num_batches() is None and not self.is_endless:
             raise ArgumentError(
                 "Trainer(skip_batches=...) must be omitted with data of unknown length: the length "
                 "of an epoch says which batch has a number. Give the batch sampler a __len__."
             )
-        places = [self.place_of(number) for number in numbers]
-        self.skip(places)
-        for epoch, _ in places:
-            if self.count_skipped(epoch) == length:
-                raise ArgumentError(
-                    "Trainer(skip_batches=...) must leave at least one batch of each epoch, but "
-                    f"names all {length} of epoch {epoch + 1}. Skip fewer."
-                )
+        if numbers:
+            self.skip([self.place_of(number) for number in numbers])
 
     @final
     def place_of(self, number: int) -> tuple[int, int]:

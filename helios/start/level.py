@@ -16,7 +16,7 @@ from helios.checkpoint.reproducibility import Level, level_of, list_missing
 from helios.core.wrappers import COMPILED, compiled_call
 from helios.data.loader_state_check import Verdict, try_state
 from helios.data.source import ByOwnState, ByPosition, CannotResume, Source
-from helios.data.stream_source import StreamSource
+from helios.data.stream import StreamSource
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.findings import Finding, FindingKind, Findings

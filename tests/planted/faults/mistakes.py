@@ -20,11 +20,6 @@ def an_unknown_argument_names_no_other_one(refuse, name):
     return f"Trainer() has no argument {name!r}."
 
 
-@fault("helios.data.stream_source:StreamSource.count_unused", "tests/integration/test_streams.py")
-def samples_of_longer_parts_are_left_out_in_silence(count_unused, source):
-    return None
-
-
 IDLE = "tests/integration/test_idle_steps.py"
 
 
