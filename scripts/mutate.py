@@ -69,7 +69,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/core/test_rng.py",
             "tests/data/test_keyed.py",
         ),
-        "helios.data.keyed": (
+        "helios.data.loader": (
             "tests/data/test_keyed.py",
             "tests/data/test_source.py",
             "tests/data/test_loader.py",

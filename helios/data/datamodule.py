@@ -7,20 +7,24 @@ at the end. A data module also works without a trainer.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset
-from typing_extensions import Unpack, final
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
+from typing_extensions import final
 
 from helios.data.loader import LoaderPair, build_loader
-from helios.data.params import DataLoaderParams, LoaderOptions
-from helios.data.plain_loader import take_apart
+from helios.data.params import DataLoaderParams
 from helios.data.steps import Steps
 from helios.errors import ArgumentError, ArgumentTypeError
 
@@ -125,7 +129,7 @@ class DataModule(ABC):
         valid: Any = None,
         test: Any = None,
         predict: Any = None,
-        **params: Unpack[LoaderOptions],
+        **params: Any,
     ) -> DataModule:
         """Return a data module with these data sets.
 
@@ -140,8 +144,8 @@ class DataModule(ABC):
                 data set keeps its own options.
 
         Raises:
-            ArgumentError: if an option is invalid, or if there is no data that it is for.
-            ArgumentTypeError: for an unknown option, and for a ``DataLoader`` that is not plain.
+            ArgumentError: if an option is invalid.
+            ArgumentTypeError: for a ``DataLoader`` that is not plain.
 
         Example:
             >>> data = DataModule.from_datasets(train=range(8), valid=range(4), batch_size=2)
@@ -149,18 +153,8 @@ class DataModule(ABC):
             (4, [tensor([0, 1]), tensor([2, 3])])
         """
         given = {"train": train, "valid": valid, "test": test, "predict": predict}
-        _check_options("DataModule.from_datasets", params, given)
-        if all(dataset is None for dataset in given.values()):
-            raise ArgumentError(
-                "DataModule.from_datasets(...) must get at least one data set, got none. Pass "
-                "train=dataset."
-            )
-        without_effect = sorted(_OF_TRAINING & params.keys()) if train is None else []
-        if without_effect:
-            raise ArgumentError(
-                f"DataModule.from_datasets({without_effect[0]}=...) is for the training data, got "
-                "no train=... Leave it out."
-            )
+        # A name that is no option is a TypeError, also if all data has options of its own.
+        DataLoaderParams(**params)
         return _FromDatasets(given, params)
 
     @property
@@ -251,27 +245,22 @@ class DataModule(ABC):
         self,
         dataset: Any,
         params: DataLoaderParams | None = None,
-        **options: Unpack[LoaderOptions],
+        **options: Any,
     ) -> Dataset:
         """Combine a data set with the options of its loader.
 
         Args:
             dataset: the PyTorch data set.
             params: the options.
-            **options: the options as keywords, instead of ``params``.
+            **options: options as keywords, which take precedence.
 
         Raises:
-            ArgumentError: if an option is invalid, or if there are both.
-            ArgumentTypeError: for an unknown option, and as :meth:`_create_dataset`.
+            ArgumentError: if an option is invalid.
+            ArgumentTypeError: as :meth:`_create_dataset`.
         """
-        if params is not None and options:
-            raise ArgumentError(
-                "DataModule.create_dataset(...) must get either params or keywords, got both. Put "
-                f"{', '.join(options)} into the DataLoaderParams."
-            )
-        _check_options("DataModule.create_dataset", options)
+        params = DataLoaderParams() if params is None else params
         return self._create_dataset(
-            dataset, DataLoaderParams(**options) if params is None else params
+            dataset, dataclasses.replace(params, **options) if options else params
         )
 
     def _create_dataset(
@@ -285,20 +274,13 @@ class DataModule(ABC):
 
         Raises:
             ArgumentError: if an option is invalid.
-            ArgumentTypeError: if ``params`` has another type, or if a sampler does not derive from
-                ``ResumableSampler`` or ``ResumableDistributedSampler``.
+            ArgumentTypeError: if a sampler does not derive from ``ResumableSampler`` or
+                ``ResumableDistributedSampler``.
         """
-        if isinstance(params, DataLoaderParams):
-            params = dataclasses.replace(params)
-        elif isinstance(params, Mapping):
+        if isinstance(params, Mapping):
             params = DataLoaderParams.from_dict(params)
-        else:
-            raise ArgumentTypeError(
-                "DataModule.create_dataset(params=...) must be a DataLoaderParams or a dict, "
-                f"got {params!r}."
-            )
         params.check()
-        return Dataset(dataset, params)
+        return Dataset(dataset, dataclasses.replace(params))
 
 
 _OF_TRAINING = {"shuffle", "drop_last", "sampler", "batch_sampler"}
@@ -309,7 +291,7 @@ _OF_TRAINING = {"shuffle", "drop_last", "sampler", "batch_sampler"}
 class _FromDatasets(DataModule):
     """Has the data sets that it was given."""
 
-    def __init__(self, given: Mapping[str, Any], params: LoaderOptions) -> None:
+    def __init__(self, given: Mapping[str, Any], params: Mapping[str, Any]) -> None:
         super().__init__()
         has_order = isinstance(given["train"], IterableDataset) or (
             params.get("sampler") is not None or params.get("batch_sampler") is not None
@@ -323,31 +305,12 @@ class _FromDatasets(DataModule):
     def setup(self) -> None:
         """Do nothing: the data sets are there."""
 
-    def _make(self, found: Any, params: LoaderOptions) -> Any:
+    def _make(self, found: Any, params: Mapping[str, Any]) -> Any:
         if isinstance(found, Mapping):
             return {name: self._make(each, params) for name, each in found.items()}
         if found is None or isinstance(found, Steps | DataLoader):
             return found
-        parts = found if isinstance(found, list | tuple) else ()
-        if any(isinstance(each, torch.utils.data.Dataset | DataLoader) for each in parts):
-            raise ArgumentTypeError(
-                "DataModule.from_datasets(...) must get several data sets by name, got a "
-                f'{type(found).__name__} of them. Pass a dict: valid={{"near": ..., "far": ...}}.'
-            )
         return self.create_dataset(found, **params)
-
-
-def _check_options(place: str, options: Mapping[str, Any], others: Collection[str] = ()) -> None:
-    """Check that all options of a call exist."""
-    known = [*others, *(field.name for field in dataclasses.fields(DataLoaderParams))]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        close = [difflib.get_close_matches(name, known, n=1) for name in unknown]
-        meant = ", ".join(dict.fromkeys(chain.from_iterable(close)))
-        remedy = f"Did you mean {meant}?" if meant else f"There are {', '.join(known)}."
-        raise ArgumentTypeError(
-            f"{place}(...) must get options of DataLoaderParams, got {', '.join(unknown)}. {remedy}"
-        )
 
 
 def _take(module: DataModule, attribute: str, found: Any) -> Any:
@@ -361,7 +324,7 @@ def _take(module: DataModule, attribute: str, found: Any) -> Any:
     if isinstance(found, list | tuple):
         return [_take(module, attribute, each) for each in found]
     if isinstance(found, DataLoader):
-        return module.create_dataset(found.dataset, take_apart(found, attribute))
+        return module.create_dataset(found.dataset, _take_apart(found, attribute))
     if found is None or isinstance(found, Dataset | Steps):
         return found
     raise ArgumentTypeError(
@@ -379,11 +342,6 @@ def _open_all(module: DataModule, pairs: Datasets | None, name: str) -> LoaderPa
 
 
 def _open_one(module: DataModule, pair: Dataset, name: str) -> LoaderPair:
-    if not isinstance(pair, Dataset):
-        raise ArgumentTypeError(
-            f"The {name} of {type(module).__name__} must be created by self.create_dataset, "
-            f"got {pair!r}."
-        )
     params = dataclasses.replace(pair.params)
     if params.is_distributed is None and module.is_distributed:
         # Otherwise keep None: False would mean that the user does not want the data to be shared.
@@ -397,3 +355,77 @@ def _dataset_of(pairs: Datasets | Steps | None) -> Any:
     if isinstance(pairs, list | tuple):
         return [_dataset_of(pair) for pair in pairs]
     return pairs.dataset if isinstance(pairs, Dataset) else pairs
+
+
+def _take_apart(loader: DataLoader[Any], attribute: str) -> DataLoaderParams:
+    """Return the options of a loader.
+
+    A random order is that of Helios, which a resumed run repeats.
+
+    Args:
+        loader: the loader.
+        attribute: what it was assigned to, such as ``"train_dataset"``.
+
+    Raises:
+        ArgumentTypeError: if no options stand for the loader.
+    """
+    obstacle = _find_obstacle(loader)
+    if obstacle:
+        raise ArgumentTypeError(
+            f"{attribute} must be created by create_dataset, or be a plain DataLoader, but got one "
+            f"with {obstacle}, which could not resume exactly. Write self.{attribute} = "
+            "self.create_dataset(dataset, batch_size=..., shuffle=...); a sampler or batch_sampler "
+            "of your own is an option of it."
+        )
+    return DataLoaderParams(
+        batch_size=loader.batch_size,
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        collate_fn=None if _has_default_collate(loader) else loader.collate_fn,
+        persistent_workers=loader.persistent_workers,
+        prefetch_factor=loader.prefetch_factor,
+        multiprocessing_context=loader.multiprocessing_context,
+        worker_init_fn=loader.worker_init_fn,
+        worker_timeout=loader.timeout or DataLoaderParams.worker_timeout,
+    )
+
+
+def _has_own_batch_sampler(loader: DataLoader[Any]) -> bool:
+    # PyTorch makes one for each batch size.
+    return loader.batch_size is None and loader.batch_sampler is not None
+
+
+def _has_default_collate(loader: DataLoader[Any]) -> bool:
+    is_batched = loader.batch_sampler is not None
+    return loader.collate_fn is (default_collate if is_batched else default_convert)
+
+
+def _find_obstacle(loader: DataLoader[Any]) -> str:
+    """Return what of a loader has no option; empty if there is nothing."""
+    if type(loader) is not DataLoader:
+        return f"the class {type(loader).__name__}"
+    batches = loader.batch_sampler
+    if _has_own_batch_sampler(loader) or type(batches) not in (BatchSampler, type(None)):
+        return f"a batch_sampler of its own, a {type(batches).__name__}"
+    if loader.generator is not None:
+        return "a generator of its own"
+    if not loader.in_order:
+        return "in_order=False"
+    if isinstance(loader.dataset, IterableDataset):
+        return ""
+    sampler = loader.sampler
+    return "" if _is_plain(sampler, loader.dataset) else f"a {type(sampler).__name__} of its own"
+
+
+def _is_plain(sampler: object, dataset: object) -> bool:
+    if type(sampler) is SequentialSampler:
+        return sampler.data_source is dataset
+    return (
+        type(sampler) is RandomSampler
+        and sampler.data_source is dataset
+        and not sampler.replacement
+        and sampler.generator is None
+        and sampler.num_samples == len(sampler.data_source)
+    )

@@ -127,16 +127,7 @@ def describe_values(part: Any) -> dict[str, str]:
     }
 
 
-@runtime_checkable
-class _Frame(Protocol):
-    """A table or column of pandas."""
-
-    iloc: Any
-
-    def __len__(self) -> int: ...
-
-
-_COMPARED = (Tensor, np.ndarray, list, tuple, dict, _Frame)
+_COMPARED = (Tensor, np.ndarray, list, tuple, dict)
 
 
 def describe_content(value: Any) -> str:
@@ -170,9 +161,7 @@ def _excerpt(value: Any, num_bytes: int, depth: int = 0, *, is_sample: bool = Fa
         return _rows(value, num_bytes)
     # Members of members are many.
     most = max(_MOST_MEMBERS >> 5 * depth, 8)
-    if isinstance(value, _Frame):
-        value = value.iloc[_spread(len(value), most)].to_numpy().tolist()
-    elif is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value) and not isinstance(value, type):
         value = attributes_of(value)
     elif isinstance(value, set | frozenset):
         value = dict.fromkeys(value)

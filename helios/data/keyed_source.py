@@ -17,8 +17,7 @@ from torch import Tensor, get_num_threads
 from helios.core import rng
 from helios.core.memory import same
 from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
-from helios.data.keyed import BatchedDataset, Keyed
-from helios.data.loader import FetchedBatches, KeyedLoader
+from helios.data.loader import BatchedDataset, Keyed, KeyedLoader
 from helios.data.mixture import Mixture
 from helios.data.order import Position
 from helios.data.sharding_plan import (
@@ -55,6 +54,7 @@ class KeyedSource(Source):
     """
 
     loader: KeyedLoader
+    num_alone = 16
 
     def __init__(
         self,
@@ -99,8 +99,10 @@ class KeyedSource(Source):
     def _start(self, epoch: int, batch: int, sample: int, *, reads_content: bool) -> BatchIterator:
         position = self._place(epoch, batch, sample)
         self._pass_length = self.length
-        kind = _WorkerBatches if self.loader.num_workers else _LocalBatches
-        return kind(self.loader, self._deal, position, reads_content=reads_content)
+        if self.loader.num_workers:
+            loader = self.loader.alone() if self.has_lost else self.loader
+            return _WorkerBatches(loader, self._deal, position, reads_content)
+        return _LocalBatches(self.loader, self._deal, position, reads_content=reads_content)
 
     def _count_batches(self, batch: int, sample: int) -> int | None:
         return self._deal.num_batches(batch=batch, sample=sample)
@@ -335,21 +337,23 @@ class _WorkerBatches(_DealtBatches):
         loader: KeyedLoader,
         deal: ShardingPlan,
         position: Position,
-        *,
         reads_content: bool,
     ) -> None:
         super().__init__(deal, position)
         self._reads_content = reads_content
         self._under_way: deque[ShardedIteration] = deque()
-        walk = deal.walk(position, self._under_way, reads_content=reads_content)
-        self._batches = FetchedBatches(loader, walk, position)
+        self._errors: list[Exception] = []
+        items = deal.walk(position, self._under_way, reads_content=reads_content)
+        # Not this object: its workers end when it is dropped, so nothing may lead back to it.
+        walk = _walk(items, self._errors)
+        self._batches = loader.start_workers(lambda: walk, position)
         # PyTorch reads ahead by at least one batch, so an empty list always means the end.
         self._is_done = not self._under_way
 
     def __next__(self) -> Any:
         if self._is_closed or not self._under_way:
             self.close()
-            raise StopIteration
+            raise self._errors.pop() if self._errors else StopIteration
         turn, is_last = self._under_way.popleft()
         self.indices, self.num_samples, self.skipped, self.repeats = turn
         try:
@@ -369,3 +373,15 @@ class _WorkerBatches(_DealtBatches):
         if not self._is_closed:
             self._batches.close()
         super().close()
+
+
+def _walk(items: Iterator[Keyed], errors: list[Exception]) -> Iterator[Keyed]:
+    """Go over the items up to an error, and keep it.
+
+    It is not raised here: PyTorch's iterator would be left to the garbage collector, which closes
+    the pipes of its queues before their threads do so once more.
+    """
+    try:
+        yield from items
+    except Exception as error:
+        errors.append(error)

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.context import BaseContext
-from typing import Any, TypedDict
+from typing import Any
 
 import torch.multiprocessing
 
@@ -62,27 +62,6 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (f"a context, None or one of {_CONTEXTS}", _is_context, ("multiprocessing_context",)),
 )
 """What single options must be; :meth:`DataLoaderParams.check` adds what holds between them."""
-
-
-class LoaderOptions(TypedDict, total=False):
-    """The attributes of :class:`DataLoaderParams` as keyword arguments."""
-
-    random_seed: int
-    batch_size: int | None
-    shuffle: bool
-    num_workers: int
-    pin_memory: bool
-    drop_last: bool
-    debug_mode: bool
-    is_distributed: bool | None
-    sampler: ResumableSamplerType | None
-    collate_fn: Callable[[Any], Any] | None
-    persistent_workers: bool
-    prefetch_factor: int | None
-    multiprocessing_context: str | BaseContext | None
-    worker_init_fn: Callable[[int], Any] | None
-    batch_sampler: Iterable[Any] | None
-    worker_timeout: float | None
 
 
 @dataclasses.dataclass
@@ -142,8 +121,6 @@ class DataLoaderParams:
                 "DataLoaderParams.from_dict ignores the key 'sampler'. Set the attribute sampler "
                 "of the result instead."
             )
-        if unknown := sorted(set(table) - known - {"sampler"}):
-            _LOGGER.info("DataLoaderParams.from_dict ignores the unknown keys %s.", unknown)
         return cls(**{name: value for name, value in table.items() if name in known})
 
     def check(self) -> None:
@@ -162,20 +139,6 @@ class DataLoaderParams:
                         f"DataLoaderParams({name}=...) must be {rule}, got {value!r}."
                     )
         self._check_order()
-
-    def warn_of_idle_options(self) -> None:
-        """Warn about each option that has no effect because of the others."""
-        if self.num_workers == 0 and not self.debug_mode:
-            for name, idle in _WORKER_OPTIONS.items():
-                if getattr(self, name) != idle:
-                    _LOGGER.warning(
-                        "DataLoaderParams(%s=...) has no effect with num_workers=0.", name
-                    )
-        if self.sampler is not None and self.shuffle:
-            _LOGGER.warning(
-                "DataLoaderParams(shuffle=True) has no effect together with a sampler, which "
-                "determines the order."
-            )
 
     def without_workers(self) -> DataLoaderParams:
         """Return a copy that fetches in the training process."""

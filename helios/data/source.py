@@ -6,6 +6,7 @@ process fetches a batch.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,14 @@ from typing import Any, Final, TypeAlias, final
 import torch
 from torch.utils.data import DataLoader
 
-from helios.errors import ArgumentError, UsageError
+from helios.data.workers import WorkersLost
+from helios.distributed.collectives import get_global_rank
+from helios.errors import ArgumentError, UsageError, WorkerError
 from helios.protocols import Stateful
 from helios.storage.content_hash import Content
 
+_LOGGER = logging.getLogger(__name__)
+_MOST_LOSSES = 3
 NO_BATCH: Final = object()
 """The batch of a replica that has none in the last iteration of an evaluation."""
 
@@ -201,6 +206,110 @@ class _LimitedBatches(WrappedBatches):
         super().close()
 
 
+@final
+class _HealedBatches(WrappedBatches):
+    """A pass that is opened again at its next batch if its workers are lost, as by a resume.
+
+    Where a source can, one worker then fetches some batches, one at a time: so the batch is known
+    that a worker dies of, and one that dies after a few batches gets further each time.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        start: Callable[[int, int], BatchIterator],
+        place: tuple[int, int, int],
+    ) -> None:
+        self._source, self._start = source, start
+        self._epoch, self._batch, self._sample = place
+        self._num_alone = 0
+        self._losses: list[str] = []
+        super().__init__(self._open())
+
+    def _open(self) -> BatchIterator:
+        while True:
+            try:
+                return self._start(self._batch, self._sample)
+            except WorkersLost as loss:  # persistent ones, between two passes
+                self._note(loss)
+
+    def catch_up(self) -> Iterator[None]:
+        """Read again what is before the position."""
+        while True:
+            try:
+                yield from self._batches.catch_up()
+            except WorkersLost as loss:
+                self._open_again(loss)
+            else:
+                return
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                batch = next(self._batches)
+            except WorkersLost as loss:
+                self._open_again(loss)
+            else:
+                break
+        self._losses, self._source.has_lost = [], False
+        self._describe()
+        self._batch += self.skipped[0] + 1
+        self._sample += self.skipped[1] + self.num_samples
+        if self._num_alone and not self.is_last:
+            self._num_alone -= 1
+            if not self._num_alone:
+                self._start_workers()
+        return batch
+
+    def _open_again(self, loss: WorkersLost) -> None:
+        """Go on at the next batch after a loss.
+
+        Raises:
+            WorkerError: if the pass cannot begin there, or if workers were lost too often.
+        """
+        source = self._source
+        if isinstance(source.resumes_by, CannotResume):
+            kind = type(source.loader).__name__
+            raise WorkerError(
+                f"The workers of a {kind} must not die: {loss}. Helios cannot fetch its batches "
+                f"again, because only the {kind}, which has no state, knows them; that of "
+                f"create_dataloader would go on with new workers. {source.resumes_by.remedy}"
+            ) from loss
+        self._note(loss)
+        self._num_alone = source.num_alone
+        self._start_workers()
+
+    def _note(self, loss: WorkersLost) -> None:
+        """Log that workers were lost.
+
+        Raises:
+            WorkerError: for the third time without a batch between.
+        """
+        self._losses.append(str(loss))
+        self._source.has_lost = True
+        if len(self._losses) == _MOST_LOSSES:
+            epoch, batch = self._epoch, self._batch
+            samples = self._source.indices(epoch, batch=batch, sample=self._sample)
+            raise WorkerError(
+                f"Loader workers were lost {_MOST_LOSSES} times without a batch between: "
+                f"{'; '.join(self._losses)}. They did not fetch batch {batch} of epoch {epoch + 1} "
+                f"with the samples {samples or '(unknown)'}. See why with num_workers=0 under "
+                "python -X faulthandler; if it just takes long, raise worker_timeout."
+            ) from loss
+        # Ranks other than 0 show errors only.
+        level = logging.ERROR if get_global_rank() else logging.WARNING
+        # As text: who keeps the record must not keep the pass that the error leads to.
+        _LOGGER.log(level, "%s. New workers take their place.", str(loss))
+
+    def _start_workers(self) -> None:
+        # Before the pass is closed: an iterator may hold the state.
+        state = self._source.state_dict()
+        self._batches.close()
+        if state:
+            self._source.load_state_dict(state)
+        self._batches = self._open()
+
+
 class Source(ABC):
     """The data of one loader, over all its passes.
 
@@ -209,14 +318,18 @@ class Source(ABC):
         limit: maximum number of batches of a pass, with skipped ones; ``None`` for all.
         loader: the loader.
         resumes_by: how a pass starts in the middle, if it can.
+        has_lost: whether workers were lost, and no batch came since then.
+        num_alone: how many batches one worker then fetches, one at a time; 0 for none.
     """
 
     name: str = ""
     limit: int | None = None
     loader: Any
     resumes_by: ResumesBy = ByPosition()
+    num_alone: int = 0
 
     def __init__(self) -> None:
+        self.has_lost = False
         self._skipped: dict[int, frozenset[int]] = {}
 
     @property
@@ -278,7 +391,14 @@ class Source(ABC):
             reads_content: whether to read the content of each batch where it is fetched, if
                 possible.
         """
-        batches = self._start(epoch, batch, sample, reads_content=reads_content)
+
+        def start(batch: int, sample: int) -> BatchIterator:
+            return self._start(epoch, batch, sample, reads_content=reads_content)
+
+        if self.description.get("num_workers"):
+            batches: BatchIterator = _HealedBatches(self, start, (epoch, batch, sample))
+        else:
+            batches = start(batch, sample)
         if self.limit is None:
             return batches
         whole = self._count_batches(batch, sample)

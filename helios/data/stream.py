@@ -26,7 +26,6 @@ from torch.utils.data import (
 from torch.utils.data._utils import worker as torch_worker
 
 from helios.core import rng
-from helios.core.utils import read_signature
 from helios.data.fingerprint import describe_class, find_fingerprint
 from helios.data.order import Position
 from helios.data.params import DataLoaderParams
@@ -40,7 +39,7 @@ from helios.data.source import (
     pin,
     run_on_one_thread,
 )
-from helios.data.workers import REMEDY, Failures, Parcel, WorkerItems, WorkersLost
+from helios.data.workers import Parcel, WorkerItems
 from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
 from helios.protocols import Stateful
 
@@ -81,7 +80,7 @@ class Stream(IterableDataset[Any]):
         replay: whether to read the epoch again even if parts have a state.
 
     Raises:
-        ArgumentTypeError: if the source is neither, or a function of other parameters.
+        ArgumentTypeError: if the source is neither.
     """
 
     def __init__(
@@ -97,8 +96,6 @@ class Stream(IterableDataset[Any]):
                 f"{type(source).__name__}. Pass lambda index, count: ..., which reads every "
                 "count-th file."
             )
-        if not isinstance(source, Shardable):
-            _check_parameters(source)
         self.source = source
         self.replay = replay
 
@@ -112,20 +109,6 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.open(0, 1, 0))
-
-
-def _check_parameters(source: Callable[[int, int], Iterable[Any]]) -> None:
-    try:
-        signature = read_signature(source)
-    except ValueError:  # Some built-in functions have none.
-        return
-    try:
-        signature.bind(0, 1)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            "Stream(source=...) must be a function that takes index and number of a part, but it "
-            f"takes {signature}. Correct its parameters."
-        ) from error
 
 
 class Read(NamedTuple):
@@ -209,11 +192,6 @@ class StreamLoader(DataLoader[Any]):
             raise ArgumentError(
                 "DataLoaderParams(is_distributed=False) cannot be used with a Stream, which has a "
                 "part for each replica. Let Stream(lambda index, count: ...) return all samples."
-            )
-        if params.persistent_workers:
-            _LOGGER.warning(
-                "DataLoaderParams(persistent_workers=True) has no effect with a Stream, whose "
-                "workers end with each epoch."
             )
         # Without workers, about whose number PyTorch would warn: a pass may start fewer.
         super().__init__(stream, batch_size=params.batch_size, collate_fn=params.collate_fn)
@@ -397,8 +375,13 @@ class StreamSource(Source):
             states=states,
             keeps_state=self.uses_state,
         )
-        if plan.cut_replay():
-            _announce(plan)
+        if plan.cut_replay() and not states:
+            _LOGGER.info(
+                "The stream has no state to restore: epoch %d is read again up to its position, %d "
+                "samples of each replica.",
+                epoch + 1,
+                plan.num_replayed,
+            )
         self._pass = _StreamBatches(loader, plan, self.share)
         return self._pass
 
@@ -444,15 +427,6 @@ class StreamSource(Source):
         """Do nothing: workers end with their pass."""
 
 
-def _announce(plan: StreamPlan) -> None:
-    _LOGGER.info(
-        "The stream has no state to restore: epoch %d is read again up to its position, %d samples "
-        "of each replica.",
-        plan.position.epoch + 1,
-        plan.num_replayed,
-    )
-
-
 @final
 class _StreamBatches(BatchIterator):
     """One pass.
@@ -473,16 +447,12 @@ class _StreamBatches(BatchIterator):
         self._deals = [share.block[each :: self._num_readers] for each in range(self._num_readers)]
         self._dealt = [replica for deal in self._deals for replica in deal]
         self._loader, self._plan = loader, plan
-        self._failures = Failures()
-        self._items = self._open(plan)
-        # States after what was read last, and how many items new workers return that were read.
-        self._read_states, self._num_repeated = dict(plan.states), 0
+        self._items = self._open()
         self._pins = bool(loader.options.get("pin_memory")) and not self._num_workers
         self._replay = deque(plan.cut_replay())
         self._following: list[Read | None] | None = None
         self._is_begun = False
         self._sizes: list[int] = []
-        self._num_read = 0
 
     @property
     def sizes(self) -> Sequence[int] | None:
@@ -494,7 +464,7 @@ class _StreamBatches(BatchIterator):
         while self._replay:
             # The hooks that follow must draw the same numbers as in a run that was not interrupted.
             with rng.stream(_ANY_KEY):
-                self._read_items()
+                self._read_each()
             self._replay.popleft()
             yield
 
@@ -507,7 +477,14 @@ class _StreamBatches(BatchIterator):
         deque(self.catch_up(), maxlen=0)
         # A run that resumes at the end of an epoch has nothing left to read, and hooks follow.
         with rng.stream(_ANY_KEY):
-            self._begin()
+            self._following = self._read()
+            if self._following is None and self._num_before == 0 and self._share.pads:
+                raise ArgumentError(
+                    "The part of a Stream for each replica must contain at least one batch, but "
+                    f"that of one of the replicas {list(self._share.block)} contains none. Divide "
+                    f"the data into at least {self._share.num_replicas} non-empty shards, or "
+                    "reduce num_replicas or batch_size."
+                )
             return self._advance()
 
     def _advance(self) -> list[Any]:
@@ -515,16 +492,17 @@ class _StreamBatches(BatchIterator):
         if found is None:
             self.close()
             raise StopIteration
+        # First, as the states stay those before this iteration if workers are lost.
+        following = self._read()
         pairs = list(zip(self._share.block, found, strict=True))
         self.states = {replica: each.state for replica, each in pairs if each is not None}
         self._sizes = [each.size for each in found if each is not None]
-        self._following = self._read()
-        self.is_last = self._following is None
+        self._following, self.is_last = following, following is None
         return [NO_BATCH if each is None else each.batch for each in found]
 
-    def _open(self, plan: StreamPlan) -> Iterator[Any]:
+    def _open(self) -> Iterator[Any]:
         """Return the items of all readers in turn."""
-        reader, loader = StreamReader(plan, self._deals), self._loader
+        reader, loader = StreamReader(self._plan, self._deals), self._loader
         if not self._num_workers:
             return iter(reader)
         options = {**loader.options, "num_workers": self._num_workers, "persistent_workers": False}
@@ -532,82 +510,25 @@ class _StreamBatches(BatchIterator):
             reader, batch_size=None, **{**options, "collate_fn": Parcel}
         )
         timeout = loader.params.worker_timeout
-        return WorkerItems(lambda: iter(workers), workers, timeout, self._failures)
+        return WorkerItems(lambda: iter(workers), workers, timeout)
 
     def close(self) -> None:
         """End the pass and its workers."""
-        self._end_items()
-        self._is_closed = True
-
-    def _begin(self) -> None:
-        self._following = self._read()
-        if self._following is None and self._num_before == 0 and self._share.pads:
-            raise ArgumentError(
-                "The part of a Stream for each replica must contain at least one batch, but that "
-                f"of one of the replicas {list(self._share.block)} contains none. Divide the data "
-                f"into at least {self._share.num_replicas} non-empty shards, or reduce "
-                "num_replicas or batch_size."
-            )
+        if isinstance(self._items, WorkerItems):
+            self._items.close()
+        self._items, self._is_closed = iter(()), True
 
     def _read(self) -> list[Read | None] | None:
         """Read the next iteration; ``None`` after the last one.
 
         In training it ends with the first part that ends, otherwise with the last one.
         """
-        found = dict(zip(self._dealt, chain.from_iterable(self._read_items()), strict=True))
+        found = dict(zip(self._dealt, chain.from_iterable(self._read_each()), strict=True))
         reads = [found[replica] for replica in self._share.block]
         ends = [each is None for each in reads]
         if any(ends) if self._share.pads else all(ends):
             return None
-        self._num_read += 1
-        self._read_states = {
-            replica: read.state
-            for replica, read in zip(self._share.block, reads, strict=True)
-            if read is not None and read.state is not None
-        }
         return reads
-
-    def _read_items(self) -> list[Any]:
-        """Read an item of each reader, from new workers if one dies."""
-        while True:
-            try:
-                while self._num_repeated:
-                    self._read_each()
-                    self._num_repeated -= 1
-                found = self._read_each()
-            except WorkersLost as loss:
-                self._recover(loss)
-            else:
-                self._failures.clear()
-                return found
-
-    def _end_items(self) -> None:
-        if isinstance(self._items, WorkerItems):
-            self._items.close()
-        self._items = iter(())
-
-    def _recover(self, loss: WorkersLost) -> None:
-        """Start new workers, which go on as those of a resumed run do.
-
-        Raises:
-            WorkerError: if workers were lost too often in the same place.
-        """
-        self._end_items()
-        plan, first = self._plan, self._plan.position
-        batch = first.batch + self._num_read
-        what = f"batch {batch} of epoch {first.epoch + 1} of a Stream"
-        remedy = f"They did not read {what}. {REMEDY}"
-        self._failures.add(loss, "New workers take their place.", remedy=remedy)
-        num_repeated = len(plan.cut_replay()) - len(self._replay)
-        if not self._replay:
-            sample = first.sample + self._num_read * self.num_samples
-            position = replace(first, batch=batch, sample=sample)
-            plan = replace(plan, position=position, states=self._read_states)
-            num_repeated = len(plan.cut_replay())
-        self._num_repeated = num_repeated
-        if num_repeated and not plan.states:
-            _announce(plan)
-        self._items = self._open(plan)
 
     def _read_each(self) -> list[Any]:
         return [self._take() for _ in range(self._num_readers)]
@@ -616,8 +537,8 @@ class _StreamBatches(BatchIterator):
         if self._num_workers or get_num_threads() == 1:
             if isinstance(self._items, WorkerItems):
                 # A step of a replay reads many batches.
-                is_replay = self._replay or self._num_repeated
-                self._items.timeout = None if is_replay else self._loader.params.worker_timeout
+                timeout = self._loader.params.worker_timeout
+                self._items.timeout = None if self._replay else timeout
             item = next(self._items)
         else:
             item = run_on_one_thread(next, self._items)

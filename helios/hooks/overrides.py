@@ -33,16 +33,13 @@ def _written(owner: object) -> dict[str, tuple[FunctionType, bool]]:
     return found
 
 
-def check_overrides(
-    owner: object, base: type, *, receives: Collection[str] = (), apart: Collection[str] = ()
-) -> None:
+def check_overrides(owner: object, base: type, *, receives: Collection[str] = ()) -> None:
     """Check the methods of a user's class against those of the base that it derives from.
 
     Args:
         owner: the loop or engine.
         base: the class of Helios.
         receives: the events that it may receive.
-        apart: methods whose arguments are checked elsewhere.
 
     Raises:
         ArgumentError: for a method that is not to be overridden, and for one of ``state_dict`` and
@@ -55,8 +52,6 @@ def check_overrides(
         overridden = inspect.getattr_static(base, name, None)
         if overridden is not None:
             _check_kind(f"{type(owner).__name__}.{name}", name, overridden)
-        if name in apart:
-            continue
         if isinstance(overridden, FunctionType):
             _, *parameters = read_signature(overridden).parameters.values()
             # What a base takes by *args does not say what is passed.

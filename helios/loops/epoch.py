@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 import helios.schedule as due
 from helios.core.utils import AverageTimer
@@ -37,12 +37,6 @@ class BatchLoop(Loop):
     _internals: ClassVar[str] = f"{_bound} _is_done optimizer_loop"
 
     roles = ("optimizer_loop",)
-    _role_types: ClassVar = {"optimizer_loop": OptimizerLoop}
-    _role_arguments: ClassVar = {"optimizer_loop": ("batch",)}
-
-    if TYPE_CHECKING:
-
-        def connect(self, *, optimizer_loop: Loop = ...) -> None: ...  # type: ignore[override]
 
     def __init__(self, optimizer_loop: Loop | None = None) -> None:
         super().__init__()
@@ -101,14 +95,6 @@ class EpochLoop(Loop):
     )
 
     roles = ("batch_loop", "val_loop")
-    _role_types: ClassVar = {"batch_loop": BatchLoop, "val_loop": ValidationLoop}
-    _role_arguments: ClassVar = {"batch_loop": ("batch",)}
-
-    if TYPE_CHECKING:
-
-        def connect(  # type: ignore[override]
-            self, *, batch_loop: Loop = ..., val_loop: Loop = ...
-        ) -> None: ...
 
     def __init__(self, batch_loop: Loop | None = None, val_loop: Loop | None = None) -> None:
         super().__init__()

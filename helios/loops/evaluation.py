@@ -1,4 +1,4 @@
-"""Passes over data without gradients: validation, inside fit or on its own, and testing.
+"""Passes over data without gradients: validation, inside fit or on its own, tests, predictions.
 
 An evaluation uses its own random numbers and restores the generators, modes and cuDNN settings,
 also after an error, so it does not affect training.
@@ -357,11 +357,10 @@ def write_scores(sums: Mapping[str, tuple[Any, Any]], scores: dict[str, Any]) ->
 class ScoringLoop(EvaluationLoop):
     """Base of passes whose steps return scores; the result is True, or None without data."""
 
-    _internals: ClassVar[str] = "_has_named_sizes _totals"
+    _internals: ClassVar[str] = "_totals"
 
     def __init__(self) -> None:
         super().__init__()
-        self._has_named_sizes = False
         self._log = StepLog(self._find_batch_size)
 
     def reset(self) -> None:
@@ -383,15 +382,6 @@ class ScoringLoop(EvaluationLoop):
         self._totals[replica].add(result, suffix, size=size)
         if self._log is not None and self._log.sums:
             self._totals[replica].add(self._log.take(), suffix)
-        if size is None and isinstance(result, Processed) and not self._has_named_sizes:
-            self._has_named_sizes = True
-            _LOGGER.info(
-                "The loader of the %s data does not say how many samples a batch has, so each "
-                "batch has the same weight in the scores. Create it with create_dataloader, or "
-                "return {name: (sum, weight)} from %s.",
-                self.phase.value,
-                self.step_name,
-            )
 
     def _compare(self) -> None:
         if not self._run.is_sanity_check:
@@ -474,3 +464,32 @@ class TestingLoop(ScoringLoop):
     def scores(self) -> dict[str, Any]:
         """The test scores."""
         return self._parts.model.test_scores
+
+
+class PredictionLoop(EvaluationLoop):
+    """One prediction pass.
+
+    Its result is the list of predictions, one per batch; with several loaders, a list of such
+    lists, one for each loader.
+    """
+
+    _internals: ClassVar[str] = "_predictions"
+
+    phase = Phase.PREDICTION
+    noun = "predicting"
+    step_name = "predict_step"
+
+    def reset(self) -> None:
+        """Begin a pass without predictions."""
+        super().reset()
+        self._predictions: list[list[Any]] = [[] for _ in self._sources]
+
+    def _add_result(self, result: Any, replica: int = 0, size: int | None = None) -> None:
+        self._predictions[self._loader].append(result)
+
+    def _shown(self, result: Any) -> tuple[Any, ...]:
+        return (result,)
+
+    def _finish_pass(self) -> list[Any]:
+        predictions, self._predictions = self._predictions, []
+        return predictions if len(self._sources) > 1 else predictions[0]

@@ -27,8 +27,7 @@ from helios.data.datamodule import DataModule
 from helios.errors import RunMismatchError
 from helios.ledger.run_file import without_secrets
 from helios.model.model import Model
-from helios.model.new_settings import setting_names
-from helios.model.schedulers import members_of
+from helios.model.schedulers import members_of, setting_names
 from helios.replicas.on_all_ranks import on_first
 from helios.start.options import PARAMS, allows
 from helios.start.run_identity import has_ended, is_shortened

@@ -18,10 +18,9 @@ from helios.hooks.bus import Bus, check_owners, check_receiver, overridden
 from helios.hooks.events import EVENTS, Hooks, Receiver
 from helios.hooks.overrides import check_state_methods
 from helios.loops.epoch import BatchLoop, EpochLoop
-from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
+from helios.loops.evaluation import EvaluationLoop, PredictionLoop, TestingLoop, ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.optimizer import OptimizerLoop
-from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin

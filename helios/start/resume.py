@@ -14,7 +14,7 @@ from helios.core import rng
 from helios.core.stored_values import stored_params
 from helios.counters import Cursor, TrainingState
 from helios.errors import RunMismatchError
-from helios.model.new_settings import NewSettings
+from helios.model.schedulers import NewSettings
 from helios.replicas.on_all_ranks import on_first
 from helios.run_parts import RunParts
 from helios.start import run_identity, run_log

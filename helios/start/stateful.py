@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from helios.core.utils import unsaved_of
 from helios.data.datamodule import DataModule
-from helios.data.keyed import data_sets_of
-from helios.data.loader import KeyedLoader
-from helios.data.replayed_sampler import ReplayedOrder
+from helios.data.loader import KeyedLoader, data_sets_of
+from helios.data.order import ReplayedOrder
 from helios.data.source import ByOwnState, Source
 from helios.engines.engine import Engine
 from helios.hooks.events import CHANNELS

@@ -14,7 +14,7 @@ from helios.data import (
     DataLoaderParams,
     create_dataloader,
 )
-from helios.data.keyed import KeyedBatchSampler
+from helios.data.loader import KeyedBatchSampler
 from helios.data.phase_sources import open_source
 from helios.data.samplers import (
     ResumableDistributedSampler,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helios.data import Stream
-from helios.data.loader_state_check import Verdict, try_state
+from helios.data.external_loader import try_state
 from helios.data.source import NO_BATCH
 from helios.data.stream import StreamSource
 from helios.errors import ArgumentError, ArgumentTypeError
@@ -117,8 +117,8 @@ def test_a_state_gives_the_tail_of_the_epoch_on_any_number_of_processes(
 
 
 @pytest.mark.shows("P82")
-@pytest.mark.parametrize(("buffer_size", "verdict"), [(0, Verdict.KEPT), (4, Verdict.BROKEN)])
-def test_the_state_of_a_part_is_tried(buffer_size: int, verdict: Verdict) -> None:
+@pytest.mark.parametrize(("buffer_size", "verdict"), [(0, True), (4, False)])
+def test_the_state_of_a_part_is_tried(buffer_size: int, verdict: bool | None) -> None:
     (stream,) = make_run(Shards(buffer_size=buffer_size), num_workers=2).sources
     assert isinstance(stream, StreamSource)
     assert stream.find_stateful() == "Shards"

@@ -325,7 +325,7 @@ def a_constant_that_has_another_type_is_the_same(tag, value):
 
 
 @fault(
-    "helios.model.new_settings:NewSettings._put_back",
+    "helios.model.schedulers:NewSettings._put_back",
     f"{NEW_SETTINGS}::test_taken_settings_are_those_of_a_fresh_loop",
 )
 def groups_keep_the_settings_of_the_run(put_back, settings, path, optimizer):
