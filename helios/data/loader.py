@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence, Sized
-from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, final, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -177,8 +177,8 @@ Walk: TypeAlias = Callable[[], Iterator[Keyed]]
 
 
 @final
-class KeyedBatchSampler(Sampler[Keyed]):
-    """The batches of a pass, each with its key, for a run or for a user's own loop.
+class KeyedBatchSampler(Sampler[Any]):
+    """The batches of a pass: each with its key in a run, without one in a user's own loop.
 
     Args:
         order: the order of the samples.
@@ -194,7 +194,6 @@ class KeyedBatchSampler(Sampler[Keyed]):
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._walk: Walk | None = None
-        self._last_by_hand: Position | None = None
 
     @property
     def is_batched(self) -> bool:
@@ -220,36 +219,15 @@ class KeyedBatchSampler(Sampler[Keyed]):
             raise TypeError(f"{type(self.order.sampler).__name__} has no length.")
         return count
 
-    def __iter__(self) -> Iterator[Keyed]:
+    def __iter__(self) -> Iterator[Any]:
         # The function is chosen now, and called at the first step: torch calls iter() twice when it
         # starts workers, and only uses the second iterator.
-        return self._walk_by_hand() if self._walk is None else self._walk()
-
-    def _walk_by_hand(self) -> Iterator[Keyed]:
-        position = self._place_by_hand()
-        keys = position.fetch_keys()
-        for batch, indices in enumerate(self._lists(position), position.batch):
-            yield Keyed(keys.at(batch), indices)
-
-    def _lists(self, position: Position) -> Iterator[Any]:
-        """Iterate over the lists of indices of a pass, or over single indices, without keys."""
-        blocks = self.order.blocks(position)
+        if self._walk is not None:
+            return self._walk()
+        sampler = self.order.sampler
         if self.order.yields_batches or self._batch_size is None:
-            return chain.from_iterable(blocks)
-        lists = chain.from_iterable(split_into_batches(blocks, self._batch_size))
-        least = self._batch_size if self._drop_last else 1
-        return (indices for indices in lists if len(indices) >= least)
-
-    def _place_by_hand(self) -> Position:
-        """Return the position of a user's own loop; a repeated epoch gets new random streams.
-
-        Otherwise, a loop that never calls ``set_epoch`` would repeat its augmentation.
-        """
-        position, last = self.order.place_by_hand(self._batch_size or 1), self._last_by_hand
-        if last is not None and last.epoch == position.epoch:
-            position = dataclasses.replace(position, repeat=last.repeat + 1)
-        self._last_by_hand = position
-        return position
+            return iter(sampler)
+        return iter(BatchSampler(sampler, self._batch_size, self._drop_last))
 
 
 def ask_twice(position: Position, ask: Callable[[], _Found | None]) -> _Found | None:
@@ -288,7 +266,7 @@ class KeyedLoader(DataLoader[Any]):
     """A DataLoader whose batches have keys, and which can start at any position.
 
     In a user's own loop, it starts where its sampler's ``set_epoch`` and ``start_iter`` say, and
-    preserves the generators of the training process.
+    is seeded as any DataLoader.
 
     Args:
         dataset: the user's data set.
@@ -324,9 +302,7 @@ class KeyedLoader(DataLoader[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if not self.num_workers:
-            return self._iterate_here(super().__iter__())
-        return self.start_workers(None)
+        return self.start_workers(None) if self.num_workers else super().__iter__()
 
     def read_again(self, position: Position, items: Sequence[Keyed]) -> list[Content]:
         """Return what is read of batches beside any pass.
@@ -378,17 +354,6 @@ class KeyedLoader(DataLoader[Any]):
     def end_workers(self) -> None:
         """End persistent workers; the next iteration starts new ones."""
         end_workers(self)
-
-    def _iterate_here(self, batches: Iterator[Any]) -> Iterator[Any]:
-        while True:
-            found = rng.read_states()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                rng.load_states(found)
-            yield batch
 
 
 def create_dataloader(

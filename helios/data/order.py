@@ -40,7 +40,6 @@ from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
     ResumableSampler,
-    ResumableSamplerType,
     ResumableSequentialSampler,
 )
 from helios.errors import StateError
@@ -73,8 +72,6 @@ class Position:
         epoch: number of the pass, from 0.
         batch: number of its first batch.
         sample: position of that batch's first sample in the order.
-        repeat: how often a user's own loop has run the same epoch before.
-        is_by_hand: whether a user's own loop controls the sampler, which is then not changed.
         replica: the replica that batches are fetched for; does not affect the order.
     """
 
@@ -83,14 +80,11 @@ class Position:
     epoch: int = 0
     batch: int = 0
     sample: int = 0
-    repeat: int = 0
-    is_by_hand: bool = False
     replica: int = 0
 
     def fetch_keys(self) -> rng.KeySeries:
         """Return the keys from which batches are fetched and collated, by batch number."""
-        suffix = (self.replica, self.repeat) if self.repeat else (self.replica,)
-        return rng.KeySeries(self.run_seed, self.purpose, self.epoch, suffix=suffix)
+        return rng.KeySeries(self.run_seed, self.purpose, self.epoch, suffix=(self.replica,))
 
     def worker_key(self, *more: int) -> int:
         """Return the key that workers are seeded from when they start."""
@@ -98,8 +92,6 @@ class Position:
 
     def order_key(self) -> int:
         """Return the key that a user's sampler is seeded from."""
-        if self.repeat:
-            return rng.key("order", self.run_seed, self.epoch, self.repeat)
         return rng.key("order", self.run_seed, self.epoch)
 
 
@@ -142,19 +134,6 @@ class Order(ABC):
             return len(self.sampler)
         except TypeError:  # PyTorch's BatchSampler has a length only if its sampler has one
             return None
-
-    def place_by_hand(self, batch_size: int) -> Position:
-        """Return the position of a pass that a user's own loop starts."""
-        if not isinstance(self.sampler, ResumableSamplerType):
-            return Position(is_by_hand=True)
-        batch = self.sampler.start_iter
-        return Position(
-            run_seed=self.sampler.run_seed,
-            epoch=self.sampler.epoch,
-            batch=batch,
-            sample=batch * batch_size,
-            is_by_hand=True,
-        )
 
     def twin(self, dataset: Any) -> Order | None:
         """Return a copy that can be iterated without affecting this order.
@@ -223,8 +202,7 @@ class PositionalOrder(Order):
 
     def blocks(self, position: Position) -> Iterator[list[int]]:
         """Iterate over the samples from a position, without those before it."""
-        if not position.is_by_hand:
-            prepare(self.sampler, position)
+        prepare(self.sampler, position)
         return self._blocks_from(position.sample)
 
     def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
@@ -336,7 +314,7 @@ class ReplayedOrder(Order):
         How far it was drawn ahead depends on blocks and workers, and must not affect the next
         epoch.
         """
-        if self._stateful is None or self._epoch_state is None or position.is_by_hand:
+        if self._stateful is None or self._epoch_state is None:
             return
         self._stateful.load_state_dict(self.state_dict()["state"])
         with _PrivateStream(position.order_key()), self._watching():
@@ -418,14 +396,11 @@ class ReplayedOrder(Order):
 
     def _open(self, position: Position) -> Iterator[Any]:
         """Start the sampler's pass, and skip the samples before the position."""
-        if not position.is_by_hand:
-            self._changes.end_pass()
-            for part in samplers_in(self.sampler):
-                prepare(part, position)
-            self._changes.begin_pass()
+        self._changes.end_pass()
+        for part in samplers_in(self.sampler):
+            prepare(part, position)
+        self._changes.begin_pass()
         items = iter(self.sampler)
-        if position.is_by_hand:
-            return items
         skipped = position.batch if self.yields_batches else position.sample
         next(islice(items, skipped, skipped), None)
         return items
