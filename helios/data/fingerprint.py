@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sized
 from dataclasses import is_dataclass
 from operator import itemgetter
 from pathlib import PurePath
-from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -101,9 +100,9 @@ def _fingerprints(dataset: Any, depth: int) -> Iterator[str]:
 def describe_values(part: Any) -> dict[str, str]:
     """Return what a data set has in tensors, arrays and containers of them, numbers and text.
 
-    Nothing is fetched or changed. Attributes of its class and variables of a script that its
-    methods name count; what the class declares as ``unsaved`` does not, nor does anything else that
-    may differ from process to process: single values, folders in paths, objects.
+    Nothing is fetched or changed. Attributes of its class count; what the class declares as
+    ``unsaved`` does not, nor does anything else that may differ from process to process: single
+    values, folders in paths, objects.
 
     Args:
         part: the data set, without those that it wraps.
@@ -115,9 +114,6 @@ def describe_values(part: Any) -> dict[str, str]:
     held: dict[str, Any] = {}
     for base in reversed(type(part).__mro__):
         if base.__module__.partition(".")[0] not in ("builtins", "typing", "torch", "helios"):
-            for method in (each for each in vars(base).values() if type(each) is FunctionType):
-                known = method.__globals__
-                held |= {name: known[name] for name in method.__code__.co_names if name in known}
             held |= {name: value for name, value in vars(base).items() if name[:2] != "__"}
     held |= attributes_of(part) | {"": part}
     return {

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.context import BaseContext
 from typing import Any
 
-import torch.multiprocessing
-
 from helios.core import rng
 from helios.data.samplers import ResumableSamplerType
 from helios.errors import ArgumentError, ArgumentTypeError
@@ -34,11 +32,6 @@ def _is_seconds(value: Any) -> bool:
     return value is None or (is_number and 0 < value < math.inf)
 
 
-def _is_context(value: Any) -> bool:
-    return value is None or isinstance(value, BaseContext) or value in _CONTEXTS
-
-
-_CONTEXTS = torch.multiprocessing.get_all_start_methods()
 _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("an int", _is_int, ("random_seed",)),
     (
@@ -46,7 +39,6 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         lambda value: value is None or _is_int(value, least=1),
         ("batch_size", "prefetch_factor"),
     ),
-    ("an int of at least 0", lambda value: _is_int(value, least=0), ("num_workers",)),
     ("a positive number of seconds or None", _is_seconds, ("worker_timeout",)),
     (
         "True or False",
@@ -54,12 +46,6 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         ("shuffle", "pin_memory", "drop_last", "debug_mode", "persistent_workers"),
     ),
     ("True or False", lambda value: isinstance(value, bool | None), ("is_distributed",)),
-    (
-        "callable or None",
-        lambda value: value is None or callable(value),
-        ("collate_fn", "worker_init_fn"),
-    ),
-    (f"a context, None or one of {_CONTEXTS}", _is_context, ("multiprocessing_context",)),
 )
 """What single options must be; :meth:`DataLoaderParams.check` adds what holds between them."""
 
@@ -152,18 +138,8 @@ class DataLoaderParams:
                 "Derive it from one of them; any iterable of lists can be the batch_sampler "
                 "instead."
             )
-        if self.batch_size is None and self.drop_last:
-            raise ArgumentError(
-                "DataLoaderParams(drop_last=True) requires a batch_size, got batch_size=None, "
-                "which loads single samples. Remove drop_last."
-            )
         if self.batch_sampler is None:
             return
-        if not isinstance(self.batch_sampler, Iterable):
-            raise ArgumentError(
-                "DataLoaderParams(batch_sampler=...) must be an iterable of lists of indices, "
-                f"got {self.batch_sampler!r}."
-            )
         if self.batch_size != 1 or self.shuffle or self.drop_last or self.sampler is not None:
             raise ArgumentError(
                 "DataLoaderParams(batch_sampler=...) cannot be combined with batch_size, shuffle, "

@@ -77,7 +77,6 @@ class Stream(IterableDataset[Any]):
     Args:
         source: an object with ``shard(num_shards, index)``, or a function that takes index and
             number of a part and returns an iterable over its samples.
-        replay: whether to read the epoch again even if parts have a state.
 
     Raises:
         ArgumentTypeError: if the source is neither.
@@ -86,8 +85,6 @@ class Stream(IterableDataset[Any]):
     def __init__(
         self,
         source: Shardable | Callable[[int, int], Iterable[Any]],
-        *,
-        replay: bool = False,
     ) -> None:
         if not isinstance(source, Shardable) and not callable(source):
             raise ArgumentTypeError(
@@ -97,7 +94,6 @@ class Stream(IterableDataset[Any]):
                 "count-th file."
             )
         self.source = source
-        self.replay = replay
 
     def open(self, index: int, count: int, epoch: int) -> Iterable[Any]:
         """Return one of ``count`` parts for an epoch."""
@@ -336,11 +332,9 @@ class StreamSource(Source):
     def find_stateful(self) -> str:
         """Return the class of the parts if they have a state; opens one to find out.
 
-        The result is empty if they have none, or if a replay is asked for.
+        The result is empty if they have none.
         """
         stream, share = self.loader.stream, self.share
-        if stream.replay:
-            return ""
         with rng.stream(self._position.order_key()):
             part = stream.open(share.block.start, share.num_replicas, 0)
         return type(part).__qualname__ if isinstance(part, Stateful) else ""
@@ -401,7 +395,7 @@ class StreamSource(Source):
 
     def holds_states(self, state_dict: dict[str, Any]) -> bool:
         """Whether a resume from a state restores the states of parts."""
-        return bool(state_dict.get(_PARTS)) and not self.loader.stream.replay
+        return bool(state_dict.get(_PARTS))
 
     def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the state of all parts."""

@@ -204,7 +204,10 @@ class EpochLoop(Loop):
         run.place = Place.NEXT_BATCH
         found = next(batches)
         if batches.skipped[0]:
-            self._jump(*batches.skipped)
+            num_batches, num_samples = batches.skipped
+            run.cursor.batch += num_batches
+            run.cursor.sample += num_samples
+            run.num_skipped_batches += num_batches
         for notify in self._parts.listeners.batches_fetched:
             numbers = notify(found, batches.indices, batches.contents)
             if numbers:
@@ -251,12 +254,6 @@ class EpochLoop(Loop):
                 "accumulation_steps they would be lost. Call self.optimizer_loop.run(batch); "
                 "override OptimizerLoop.losses(batch) for a step of your own."
             )
-
-    def _jump(self, num_batches: int, num_samples: int) -> None:
-        """Move the cursor past batches that are skipped."""
-        self._run.cursor.batch += num_batches
-        self._run.cursor.sample += num_samples
-        self._run.num_skipped_batches += num_batches
 
     def on_advance_end(self) -> None:
         """Poll for a stop; at a boundary, do what is due there."""

@@ -17,7 +17,7 @@ from typing_extensions import final
 from helios.core.loss_means import WeightedLoss
 from helios.counters import Cursor, TrainingState
 from helios.engines.engine import Engine, redefines
-from helios.errors import ArgumentError, StateError, UsageError
+from helios.errors import ArgumentError, UsageError
 from helios.hooks.overrides import check_overrides, check_state_methods
 from helios.model.model import Model
 from helios.model.processor import Processed
@@ -282,19 +282,9 @@ class Loop(ABC):
 
     @final
     def _spread_states(self, path: str, states: dict[str, dict[str, Any]]) -> None:
-        """Restore saved states, by role path, of the loop and all below it.
-
-        Raises:
-            StateError: if a loop refuses its state.
-        """
+        """Restore saved states, by role path, of the loop and all below it."""
         if path in states and type(self).load_state_dict is not Loop.load_state_dict:
-            try:
-                self.load_state_dict(states.pop(path))
-            except Exception as error:
-                raise StateError(
-                    f"The loop {path} ({type(self).__name__}) refused its saved state: {error!r}. "
-                    "Connect the loop that the state was saved with, or correct load_state_dict()."
-                ) from error
+            self.load_state_dict(states.pop(path))
         for role, child in self._children().items():
             child._spread_states(f"{path}.{role.removesuffix('_loop')}", states)
 

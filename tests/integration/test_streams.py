@@ -27,9 +27,9 @@ def make_rows() -> Stream:
     return Stream(partial(read_rows, make=IndexData().__getitem__))
 
 
-def make_shards(buffer_size: int = 0, *, replay: bool = False) -> Stream:
+def make_shards(buffer_size: int = 0) -> Stream:
     shards = Shards(buffer_size=buffer_size, make=IndexData().__getitem__)
-    return Stream(shards, replay=replay)
+    return Stream(shards)
 
 
 class StreamModule(IndexModule):
