@@ -11,14 +11,14 @@ import contextlib
 import copy
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 from torch import Tensor, get_num_threads
 from torch.utils.data import DataLoader, IterableDataset
 
 from helios.core import rng
-from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
+from helios.data.fingerprint import describe_class, find_fingerprint, length_of
 from helios.data.order import Position
 from helios.data.samplers import HasEpoch
 from helios.data.source import (
@@ -87,7 +87,7 @@ class ExternalSource(Source):
         if isinstance(loader, DataLoader):
             found["dataset"] = describe_class(loader.dataset)
             found["fingerprint"] = find_fingerprint(loader.dataset)
-            found["length"] = count_samples(loader.dataset)
+            found["length"] = length_of(loader.dataset)
             found["num_workers"] = loader.num_workers
         return found
 
@@ -239,10 +239,7 @@ def _count_batches(loader: Any) -> int | None:
     """Return the length of a loader; ``None`` for an IterableDataset, which PyTorch estimates."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return None
-    try:
-        return len(loader) if isinstance(loader, Sized) else None
-    except TypeError:
-        return None
+    return length_of(loader)
 
 
 def _next_or_end(batches: Iterator[Any]) -> Any:

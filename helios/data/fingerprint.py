@@ -58,12 +58,12 @@ def _inside(dataset: Any) -> list[Any]:
     return []
 
 
-def count_samples(dataset: Any) -> int | None:
-    """Return the length of a map-style data set; ``None`` if it has none."""
-    if isinstance(dataset, IterableDataset):
+def length_of(part: Any) -> int | None:
+    """Return the length of a data set, a sampler or a loader; ``None`` if it has none."""
+    if isinstance(part, IterableDataset):
         return None
     try:
-        return len(dataset) if isinstance(dataset, Sized) else None
+        return len(part) if isinstance(part, Sized) else None
     except TypeError:  # a wrapper has a length only if what it wraps has one
         return None
 

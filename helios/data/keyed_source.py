@@ -14,7 +14,7 @@ from typing import Any, final
 from torch import get_num_threads
 
 from helios.core import rng
-from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
+from helios.data.fingerprint import describe_class, find_fingerprint, length_of
 from helios.data.loader import BatchedDataset, Keyed, KeyedLoader
 from helios.data.mixture import Mixture
 from helios.data.order import Position
@@ -66,16 +66,37 @@ class KeyedSource(Source):
         self._deal = make_sharding_plan(loader, share)
         self._deal.skipped = self._skipped
         self.resumes_by = ByPosition(is_split_by_rank=self._deal.is_own)
-        self._description = _describe(loader, self._deal)
+        self._description = self._find_description()
         self._pass_length: int | None = None
 
     def _describe(self) -> dict[str, Any]:
         return self._description
 
+    def _find_description(self) -> dict[str, Any]:
+        loader, deal = self.loader, self._deal
+        params, dataset = loader.params, loader.keyed_dataset.dataset
+        is_listed = params.batch_sampler is not None
+        is_shared = deal.share.num_replicas > 1
+        shared = {"is_distributed": deal.is_split or deal.is_own} if is_shared else {}
+        mixed = {"mixture": dataset.describe()} if isinstance(dataset, Mixture) else {}
+        return {
+            **shared,
+            **mixed,
+            "length": length_of(dataset),
+            "batch_size": None if is_listed else params.batch_size,
+            "shuffle": params.shuffle,
+            "drop_last": params.drop_last,
+            "seed": params.random_seed,
+            "sampler": type(loader.batches.order.sampler).__qualname__,
+            "dataset": describe_class(dataset),
+            "fingerprint": find_fingerprint(dataset),
+            "num_workers": params.num_workers,
+        }
+
     @property
     def length(self) -> int | None:
         """The current number of samples; ``None`` if the data set has no length."""
-        return count_samples(self.loader.keyed_dataset.dataset)
+        return length_of(self.loader.keyed_dataset.dataset)
 
     @property
     def pass_length(self) -> int | None:
@@ -154,30 +175,6 @@ class KeyedSource(Source):
     def close(self) -> None:
         """End persistent workers."""
         self.loader.end_workers()
-
-
-def _describe(loader: KeyedLoader, deal: ShardingPlan) -> dict[str, Any]:
-    params, sampler = loader.params, loader.batches.order.sampler
-    dataset = loader.keyed_dataset.dataset
-    is_listed = params.batch_sampler is not None
-    is_shared = deal.share.num_replicas > 1
-    shared = {"is_distributed": deal.is_split or deal.is_own} if is_shared else {}
-    mixed = {"mixture": dataset.describe()} if isinstance(dataset, Mixture) else {}
-    return (
-        shared
-        | mixed
-        | {
-            "length": count_samples(dataset),
-            "batch_size": None if is_listed else params.batch_size,
-            "shuffle": params.shuffle,
-            "drop_last": params.drop_last,
-            "seed": params.random_seed,
-            "sampler": type(sampler).__qualname__,
-            "dataset": describe_class(dataset),
-            "fingerprint": find_fingerprint(dataset),
-            "num_workers": params.num_workers,
-        }
-    )
 
 
 def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, final, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,11 +39,8 @@ from helios.data.samplers import (
 from helios.data.source import run_on_one_thread
 from helios.data.stream import Stream, StreamLoader
 from helios.data.workers import Parcel, WorkerInit, WorkerItems, end_workers
-from helios.distributed.process_groups import is_dist_active
 from helios.errors import ArgumentError
 from helios.storage.content_hash import Content, read_safely
-
-_Found = TypeVar("_Found")
 
 LoaderPair: TypeAlias = tuple[DataLoader[Any], ResumableSamplerType | None]
 
@@ -230,7 +227,7 @@ class KeyedBatchSampler(Sampler[Any]):
         return iter(BatchSampler(sampler, self._batch_size, self._drop_last))
 
 
-def ask_twice(position: Position, ask: Callable[[], _Found | None]) -> _Found | None:
+def ask_twice(position: Position, ask: Callable[[], Any]) -> Any:
     """Return the result of iterating over a copy of a user's sampler, if it is the same twice.
 
     The result differs if the order depends on more than the position, such as a counter of the
@@ -422,14 +419,6 @@ def build_loader(
     sampler = params.sampler or _choose_sampler(dataset, params, name, num_replicas)
     order: Order = PositionalOrder(sampler) if is_positional(sampler) else ReplayedOrder(sampler)
     batches = KeyedBatchSampler(order, batch_size=params.batch_size, drop_last=params.drop_last)
-    # With several replicas, the number of batches is known only when the data is sharded.
-    is_whole = num_replicas is None or num_replicas == 1
-    if is_whole and order.length is not None and batches.num_batches == 0:
-        raise ArgumentError(
-            f"The {name} must have at least one batch, got {order.length} samples for "
-            f"batch_size={params.batch_size} with drop_last={params.drop_last}. Reduce the batch "
-            "size or remove drop_last."
-        )
     return KeyedLoader(dataset, batches, params), sampler
 
 
@@ -447,12 +436,6 @@ def _choose_sampler(
         # Several replicas share its order like that of a user's sampler.
         return MixtureSampler(dataset, params.random_seed, batch_size, shuffle=params.shuffle)
     if params.is_distributed:
-        if num_replicas is None and not is_dist_active():
-            raise ArgumentError(
-                "DataLoaderParams(is_distributed=True) requires a process group, but there is "
-                "none. Remove it, pass create_dataloader(num_replicas=self.num_replicas) in a data "
-                "module, or pass a ResumableDistributedSampler with num_replicas and rank."
-            )
         return ResumableDistributedSampler(
             dataset,
             num_replicas=num_replicas,

@@ -15,7 +15,7 @@ import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from types import ModuleType
@@ -34,6 +34,7 @@ from helios.core.generators import (
     state_of_generator,
 )
 from helios.core.utils import unsaved_of
+from helios.data.fingerprint import length_of
 from helios.data.mixture import MixtureSampler
 from helios.data.samplers import (
     HasEpoch,
@@ -128,12 +129,7 @@ class Order(ABC):
     @property
     def length(self) -> int | None:
         """The number of items in a whole pass; ``None`` if the sampler has no length."""
-        if not isinstance(self.sampler, Sized):
-            return None
-        try:
-            return len(self.sampler)
-        except TypeError:  # PyTorch's BatchSampler has a length only if its sampler has one
-            return None
+        return length_of(self.sampler)
 
     def twin(self, dataset: Any) -> Order | None:
         """Return a copy that can be iterated without affecting this order.

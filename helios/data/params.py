@@ -102,11 +102,6 @@ class DataLoaderParams:
     def from_dict(cls, table: Mapping[str, Any]) -> DataLoaderParams:
         """Create the options from a dictionary; unknown keys and ``sampler`` are ignored."""
         known = {field.name for field in dataclasses.fields(cls)} - {"sampler"}
-        if table.get("sampler") is not None:
-            _LOGGER.warning(
-                "DataLoaderParams.from_dict ignores the key 'sampler'. Set the attribute sampler "
-                "of the result instead."
-            )
         return cls(**{name: value for name, value in table.items() if name in known})
 
     def check(self) -> None:

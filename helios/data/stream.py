@@ -148,17 +148,12 @@ class StreamPlan:
     states: dict[int, Any]
     keeps_state: bool
 
-    @property
-    def num_replayed(self) -> int:
-        """How many samples of a replica are before the position."""
-        return self.position.sample // self.num_replicas
-
     def cut_replay(self) -> list[int]:
         """Return the samples of a replica in each step of a replay; empty if there is none.
 
         All but the last step consist of whole batches, each of which is seeded.
         """
-        count, size = self.num_replayed, self.batch_size or 1
+        count, size = self.position.sample // self.num_replicas, self.batch_size or 1
         if len(self.states) == self.num_replicas:
             return []
         step = _REPLAYED_AT_ONCE * size
@@ -374,7 +369,7 @@ class StreamSource(Source):
                 "The stream has no state to restore: epoch %d is read again up to its position, %d "
                 "samples of each replica.",
                 epoch + 1,
-                plan.num_replayed,
+                sum(plan.cut_replay()),
             )
         self._pass = _StreamBatches(loader, plan, self.share)
         return self._pass

@@ -10,7 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -31,14 +31,8 @@ from helios.sharding.repeated_steps import without_trace
 
 _LOGGER = logging.getLogger(__name__)
 _END = object()
-
-
-class _ReplicaBatch(NamedTuple):
-    """The part of a replica of this process in an iteration."""
-
-    replica: int
-    batch: Any
-    size: int | None
+_ReplicaBatch: TypeAlias = tuple[int, Any, int | None]
+"""A replica of this process, its batch, and how many samples that has."""
 
 
 class EvaluationLoop(Loop):
@@ -139,8 +133,7 @@ class EvaluationLoop(Loop):
 
     def advance(self, *args: Any) -> None:
         """Evaluate one batch, or continue with the next loader."""
-        if self._batches is None:
-            raise UsageError(f"{type(self).__name__} was advanced before it was started.")
+        assert self._batches is not None, "on_run_start opens them"
         parts = self._parts
         # Inside fit, the training ends at its safe point.
         if parts.writer is None and (reason := parts.outside()):
@@ -216,14 +209,14 @@ class EvaluationLoop(Loop):
         pairs = zip(self._parts.replicas.local_replicas, batches, strict=True)
         found = [(replica, batch) for replica, batch in pairs if batch is not NO_BATCH]
         known = [None] * len(found) if sizes is None else sizes
-        return [_ReplicaBatch(*pair, size) for pair, size in zip(found, known, strict=True)]
+        return [(*pair, size) for pair, size in zip(found, known, strict=True)]
 
     def _process(self, shares: Sequence[_ReplicaBatch], step: int, *which: int) -> None:
         """Evaluate the batches of this process's replicas, between one pair of events."""
         run, hooks, noun, forward = self._run, self._parts.hooks, self.noun, self._forward
         model = self._parts.model
         self._seed()
-        run.batch = run.raw_batch = shares[0].batch
+        run.batch = run.raw_batch = shares[0][1]
         hooks.emit(f"on_{noun}_batch_start", step, *which)
         for replica, batch, size in shares:
             self._parts.runner.begin_share(replica, self._seed)
@@ -304,11 +297,14 @@ class Totals:
 
     Args:
         step_name: the step whose results are added, for messages.
+
+    Attributes:
+        sums: sum and weight of each score so far.
     """
 
     def __init__(self, step_name: str) -> None:
         self._step_name = step_name
-        self._totals: dict[str, tuple[Any, Any]] = {}
+        self.sums: dict[str, tuple[Any, Any]] = {}
 
     def add(self, result: Any, suffix: str = "", *, size: int | None = None) -> None:
         """Add the result of one step.
@@ -338,14 +334,9 @@ class Totals:
                 f"got {result!r}."
             )
         for name, item in result.items():
-            known = self._totals.get(name + suffix, (0.0, 0.0))
+            known = self.sums.get(name + suffix, (0.0, 0.0))
             total, weight = map(as_summand, item)
-            self._totals[name + suffix] = (known[0] + total, known[1] + weight)
-
-    @property
-    def sums(self) -> dict[str, tuple[Any, Any]]:
-        """Sum and weight of each score so far."""
-        return self._totals
+            self.sums[name + suffix] = (known[0] + total, known[1] + weight)
 
 
 def write_scores(sums: Mapping[str, tuple[Any, Any]], scores: dict[str, Any]) -> None:
@@ -361,16 +352,13 @@ class ScoringLoop(EvaluationLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._log = StepLog(self._find_batch_size)
+        self._log = StepLog(lambda: self._batch_size)
 
     def reset(self) -> None:
         """Begin a pass with empty totals."""
         super().reset()
         block = self._parts.replicas.local_replicas
         self._totals = {replica: Totals(self.step_name) for replica in block}
-
-    def _find_batch_size(self) -> int | None:
-        return self._batch_size
 
     @property
     @abstractmethod

@@ -135,7 +135,7 @@ class BatchProcessor(ABC):
             )
         outputs, loss = result
         is_read = reads_loss if is_evaluating else self._need_backward
-        if is_read and isinstance(loss, Tensor) and not _is_scalar(loss):
+        if is_read and isinstance(loss, Tensor) and loss.numel() != 1:
             raise UsageError(
                 f"{self._name()} must return (outputs, loss) with a scalar loss, got a tensor of "
                 f"shape {tuple(loss.shape)}. Reduce it (loss.mean())."
@@ -165,7 +165,7 @@ class _FunctionProcessor(BatchProcessor):
         self._function = function
 
     def _name(self) -> str:
-        return _name_of(self._function)
+        return getattr(self._function, "__qualname__", type(self._function).__qualname__)
 
     def _function_of_step(self) -> Forward:
         return self._function
@@ -173,14 +173,6 @@ class _FunctionProcessor(BatchProcessor):
     def forward(self, model: Model, batch: Any) -> tuple[Any, Tensor | None]:
         """Call the function."""
         return self._function(model, batch)
-
-
-def _name_of(function: object) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _as_list(transforms: Transform | Sequence[Transform] | None) -> list[Transform]:
