@@ -130,7 +130,9 @@ class ExternalSource(Source):
         if self._stateful is None:
             return {}
         state = self.read_state() if self._held_state is None else self._held_state
-        return {"loader": state} | ({"is_over": True} if self._is_over else {})
+        # What was loaded, and not begun yet, is as it was.
+        is_over = self._is_over or bool(self._end_state)
+        return {"loader": state} | ({"is_over": True} if is_over else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the loader's state.
