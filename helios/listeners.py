@@ -7,7 +7,7 @@ says for each call in which thread and on which ranks it comes, and what an erro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -176,7 +176,6 @@ class Validated:
         state: the counters, after the validation was counted.
         has_improved: whether ``have_metrics_improved`` returned True.
         best: the best validation so far, which may be this one; ``None`` if there is none.
-        by_hand: names of scores that were not summed over processes by Helios.
         losses: the mean training losses since the validation before, by name.
     """
 
@@ -184,7 +183,6 @@ class Validated:
     state: TrainingState
     has_improved: bool
     best: BestValidation | None
-    by_hand: Collection[str]
     losses: Mapping[str, float]
 
 

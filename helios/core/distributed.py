@@ -2,7 +2,6 @@
 
 from helios.distributed.collectives import (
     all_reduce_tensors,
-    describe_rank,
     gather_into_tensor,
     get_dist_info,
     get_global_rank,
@@ -18,18 +17,12 @@ from helios.distributed.collectives import (
 )
 from helios.distributed.process_groups import (
     DistributedInfo,
-    control_group,
-    has_failed,
     is_dist_active,
-    join_group,
-    leave_group,
 )
 
 __all__ = [
     "DistributedInfo",
     "all_reduce_tensors",
-    "control_group",
-    "describe_rank",
     "gather_into_tensor",
     "get_dist_info",
     "get_global_rank",
@@ -37,12 +30,9 @@ __all__ = [
     "get_local_world_size",
     "get_world_size",
     "global_print",
-    "has_failed",
     "init_dist",
     "is_dist_active",
     "is_using_torchrun",
-    "join_group",
-    "leave_group",
     "local_print",
     "safe_barrier",
     "shutdown_dist",

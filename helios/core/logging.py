@@ -10,7 +10,6 @@ from helios.terminal.root_logger import (
     get_root_logger,
     get_tensorboard_writer,
     is_root_logger_active,
-    muted_tensorboard,
     restore_default_loggers,
     setup_default_loggers,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "get_root_logger",
     "get_tensorboard_writer",
     "is_root_logger_active",
-    "muted_tensorboard",
     "restore_default_loggers",
     "setup_default_loggers",
 ]

@@ -166,30 +166,5 @@ def clean_names(names: Collection[str]) -> dict[str, str]:
     return bare if len(set(bare.values())) == len(bare) else {name: name for name in names}
 
 
-def match_names(stored: Collection[str], present: Collection[str]) -> dict[str, str]:
-    """Return the present name for each stored name that differs from it only by wrappers.
-
-    Args:
-        stored: names of a saved state, possibly with wrappers that are no longer used.
-        present: bare names of the present state.
-
-    Returns:
-        A name for each stored one: itself if it is present, or if no present name matches.
-
-    Example:
-        >>> match_names(["module.0.weight"], ["0.weight"])
-        {'module.0.weight': '0.weight'}
-    """
-    known = set(present)
-    free = [name for name in present if name not in set(stored)]
-    cores = {_without(name, (COMPILED, _PARALLEL)): name for name in free}
-    foreign = [name for name in stored if name not in known]
-    wanted = [_without(name, (COMPILED, _PARALLEL)) for name in foreign]
-    # Names that differ only by wrappers are ambiguous and match nothing.
-    is_clear = len(cores) == len(free) and len(set(wanted)) == len(wanted)
-    found = {name: cores.get(core, name) for name, core in zip(foreign, wanted, strict=True)}
-    return {name: found[name] if is_clear and name in found else name for name in stored}
-
-
 def _without(name: str, parts: Collection[str]) -> str:
     return ".".join(part for part in name.split(".") if part not in parts)

@@ -10,9 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import helios.ledger.book as book
-import helios.ledger.run_file as run_file
 from helios.best import BestValidation
+from helios.ledger import book, run_file
 from helios.ledger.line import read_float
 from helios.ledger.verification import LedgerStatus, verify
 from helios.storage.local_paths import as_local_path

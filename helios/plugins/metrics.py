@@ -161,9 +161,7 @@ class Metrics(Plugin):
     def on_validation_end(self, validation_cycle: int) -> None:
         """Put the values into ``model.metrics``; training logs what is there."""
         if self._phase is Phase.VALIDATION:
-            values = self._compute()
-            self.context.model.metrics.update(values)
-            self.context.declare_summed(values)
+            self.context.model.metrics.update(self._compute())
 
     def on_testing_batch_end(self, step: int, dataloader_idx: int = 0) -> None:
         """Update with a test batch."""

@@ -14,7 +14,6 @@ from helios.ledger.book import EVERY, Book
 from helios.ledger.environment import describe_git
 from helios.ledger.line import LineReceiver, hash_of
 from helios.ledger.run_file import RunFile, host
-from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter
 from helios.listeners import Iteration, Recorder, Validated
 from helios.model.model import Model
@@ -58,14 +57,11 @@ def make_writer(
         book,
         replicas.local_replicas,
         num_processes=replicas.num_processes,
-        weights=WeightDigests(
-            find_weights,
-            discovery.optimizers,
-            lambda: name_buffers(discovery.saved_modules()),
-            is_read=book is not None or replicas.is_sharded_over_processes,
-            every=every,
-        ),
+        find_weights=find_weights,
+        find_buffers=lambda: name_buffers(discovery.saved_modules()),
         find_optimizers=discovery.optimizers,
+        reads_weights=book is not None or replicas.is_sharded_over_processes,
+        every=every,
         attributes=vars(model),
         mark=mark,
         after=after,
