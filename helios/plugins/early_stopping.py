@@ -25,7 +25,7 @@ class EarlyStopping(Plugin):
 
     The score is read after each validation of a training, from the model's ``metrics``, after the
     model's own ``on_validation_end``; that of rank 0 decides in all processes. One that equals the
-    best score counts as no improvement, and so does one that is not finite; both are logged. Sanity
+    best score counts as no improvement, and so does one that is not finite, with a warning. Sanity
     checks and ``Trainer.validate`` do not count.
 
     If you extend a run that this plugin has ended, its patience starts over, and the best score
@@ -38,7 +38,6 @@ class EarlyStopping(Plugin):
         min_delta: an improvement is a score that is better by more than this than the last
             improvement. It only counts patience: any better score is the best one.
         threshold: end the run as soon as the score is at least as good as this; ``None`` for never.
-        stop_on_nan: end the run at a score that is not finite.
         plug_id: unique id of the plugin.
 
     Raises:
@@ -52,7 +51,7 @@ class EarlyStopping(Plugin):
 
     _internals: ClassVar[str] = (
         "_best _count _has_stopped _is_training _metric _min_delta _mode _patience _reference "
-        "_sign _stop_on_nan _threshold"
+        "_sign _threshold"
     )
 
     monitor = True
@@ -65,7 +64,6 @@ class EarlyStopping(Plugin):
         patience: int,
         min_delta: float = 0.0,
         threshold: float | None = None,
-        stop_on_nan: bool = False,
         plug_id: str = "early-stopping",
     ) -> None:
         super().__init__(plug_id)
@@ -88,7 +86,6 @@ class EarlyStopping(Plugin):
         self._patience = patience
         self._min_delta = float(min_delta)
         self._threshold = threshold
-        self._stop_on_nan = bool(stop_on_nan)
         self._is_training = False
         self._forget()
 
@@ -140,14 +137,6 @@ class EarlyStopping(Plugin):
         if not math.isfinite(score):
             _LOGGER.warning(
                 "The validation score %r is %s: plugin %r counts it as no improvement.",
-                self._metric,
-                score,
-                self.plug_id,
-            )
-        if score == self._best:
-            _LOGGER.info(
-                "The validation score %r equals its best value, %s: plugin %r counts it as no "
-                "improvement, and the earlier one stays the best.",
                 self._metric,
                 score,
                 self.plug_id,
@@ -209,11 +198,10 @@ class EarlyStopping(Plugin):
     def _find_reason(self, score: float) -> str:
         """Return why the run should end now; empty if it should not."""
         name = f"{self.plug_id}: {self._metric}"
-        if not math.isfinite(score):
-            if self._stop_on_nan:
-                return f"{name} is {score}"
-        elif self._threshold is not None and self._sign * (score - self._threshold) <= 0:
-            return f"{name} has reached {score} (threshold {self._threshold})"
+        threshold = self._threshold
+        is_reached = threshold is not None and self._sign * (score - threshold) <= 0
+        if is_reached and math.isfinite(score):
+            return f"{name} has reached {score} (threshold {threshold})"
         if self._count >= self._patience:
             return (
                 f"{name} has not improved on {self._reference} in {self._count} validations "

@@ -21,8 +21,7 @@ from helios.engines.engine import Engine
 from helios.hooks.events import CHANNELS
 from helios.loops.loop import Loop
 from helios.model.model import Model
-from helios.plugins.channels import PipelineHooks
-from helios.plugins.contexts import keeps_state
+from helios.plugins.channels import PipelineHooks, keeps_state
 from helios.plugins.plugin import Plugin
 from helios.protocols import Stateful
 from helios.state.owners import Owner, Owners

@@ -16,7 +16,7 @@ from helios.errors import ArgumentError, UsageError
 from helios.plugins import Plugin
 from helios.plugins.averaging import EMA
 from helios.plugins.early_stopping import EarlyStopping
-from helios.plugins.gradient_norm import GradientNormMonitor
+from helios.plugins.monitors import GradientNormMonitor
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexModule, Setting, SmallModel, digest, train
 
