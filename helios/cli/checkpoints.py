@@ -26,7 +26,7 @@ from helios.cli import output
 from helios.cli.output import Answer
 from helios.errors import ArgumentError, CheckpointError, LedgerError
 from helios.ledger.book import FILE_NAME
-from helios.ledger.run_facts import read_run
+from helios.ledger.run_file import read_run
 from helios.ledger.verification import LedgerStatus, verify
 from helios.storage.local_paths import as_local_path
 from helios.text import count_text, number_text, size_text, with_step

@@ -19,7 +19,7 @@ from helios.cli import output
 from helios.cli.output import Answer, value_text
 from helios.errors import HeliosError, UsageError
 from helios.ledger.compare import Difference, LineComparison, diff
-from helios.ledger.run_facts import find_run, read_run
+from helios.ledger.run_file import find_run, read_run
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
 from helios.text import count_text, number_text
@@ -206,9 +206,9 @@ def _run_script(namespace: argparse.Namespace) -> str:
 def write_report(namespace: argparse.Namespace) -> Answer:
     """Write an HTML page about a run.
 
-    It shows losses, scores with the best one marked, learning rates, throughput,
-    starts, and what the run was started with. The page needs no network, no script
-    and no other file.
+    It shows losses, scores with the best one marked, learning rates, starts, and
+    what the run was started with. The page needs no network, no script and no other
+    file.
 
     Exit code 0: the file is written. 2: wrong usage, or the run has no files.
     """

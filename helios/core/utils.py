@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.protocols import Clock
+from helios.errors import ArgumentTypeError, UsageError
 from helios.text import size_text
 from helios.version import __version__
 
@@ -34,8 +33,23 @@ if sys.version_info >= (3, 14):
     import annotationlib
 
 _Value = TypeVar("_Value")
+Clock: TypeAlias = Callable[[], float]
+"""A monotonic clock in seconds; an argument, so that tests need not sleep."""
 _STATUS = Path("/proc/self/status")
 _PEAK = re.compile(rb"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state can be saved and restored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as a dictionary."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore a state that :meth:`state_dict` returned."""
+        ...
 
 
 def get_from_optional(opt_var: _Value | None, raise_on_empty: bool = False) -> _Value:
@@ -92,17 +106,9 @@ class AverageTimer:
     Args:
         sliding_window: how many records the average covers.
         clock: returns the time in seconds.
-
-    Raises:
-        ArgumentError: if ``sliding_window`` is less than 1 (a ``ValueError``).
     """
 
     def __init__(self, sliding_window: int = 200, clock: Clock = time.perf_counter) -> None:
-        if sliding_window < 1:
-            raise ArgumentError(
-                f"AverageTimer(sliding_window=...) must be at least 1, got {sliding_window}. "
-                "Pass the number of records to average."
-            )
         self._clock = clock
         # Times of records, and of the first start, without the pauses before later starts.
         self._times = deque((clock(),), sliding_window + 1)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from typing import Any, cast, overload
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from helios.core.utils import parameters_of
-from helios.protocols import Stateful
+from helios.core.utils import Stateful, parameters_of
 
 COMPILED = "_orig_mod"
 """Where ``torch.compile`` keeps the module that it wraps."""
@@ -50,15 +49,7 @@ def _class_without_fsdp(kind: Any) -> type:
     return next(base for base in bases if not base.__module__.startswith(_FSDP))
 
 
-@overload
-def unwrap(value: nn.Module) -> nn.Module: ...
-
-
-@overload
-def unwrap(value: object) -> object: ...
-
-
-def unwrap(value: object) -> object:
+def unwrap(value: Any) -> Any:
     """Return the module inside all wrappers; anything else unchanged."""
     while isinstance(value, nn.Module) and (inner := inside(value)) is not None:
         value = inner

@@ -16,6 +16,7 @@ from torch import get_num_threads
 from torch.utils.data import DataLoader, IterableDataset
 
 from helios.core import rng
+from helios.core.utils import Stateful
 from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
 from helios.data.order import Position
 from helios.data.plain_loader import write_replacement
@@ -31,7 +32,6 @@ from helios.data.source import (
 )
 from helios.data.workers import Failures, WorkerInit, WorkerItems, WorkersLost, end_workers
 from helios.errors import ArgumentError, StateError, UsageError, WorkerError
-from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _END = object()

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from helios.core import rng
+from helios.core.utils import Clock
 from helios.data.source import Source
-from helios.protocols import Clock
 from helios.state.digests import Identities, mark_of
 from helios.state.values import children_of, each_in
 

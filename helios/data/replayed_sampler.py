@@ -32,10 +32,9 @@ from helios.core.generators import (
     load_generator,
     state_of_generator,
 )
-from helios.core.utils import unsaved_of
+from helios.core.utils import Stateful, unsaved_of
 from helios.data.order import BlocksAndHead, Order, Position, prepare
 from helios.errors import StateError
-from helios.protocols import Stateful
 from helios.state.digests import Identities, mark_of
 from helios.state.values import CONTAINERS, LEAVES, LIMIT, are_atoms, each_in, elements_of, is_dense
 from helios.storage.plain_objects import attributes_of

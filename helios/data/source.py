@@ -15,8 +15,8 @@ from typing import Any, Final, TypeAlias, final
 import torch
 from torch.utils.data import DataLoader
 
+from helios.core.utils import Stateful
 from helios.errors import ArgumentError, UsageError
-from helios.protocols import Stateful
 from helios.storage.content_hash import Content
 
 

@@ -18,12 +18,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from helios.core import rng
-from helios.core.utils import read_signature
+from helios.core.utils import Stateful, read_signature
 from helios.data.order import Position
 from helios.data.params import DataLoaderParams
 from helios.data.samplers import HasEpoch
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _REPLAY_STEPS = 100

@@ -13,6 +13,7 @@ from torch import get_num_threads
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from helios.core import rng
+from helios.core.utils import Stateful
 from helios.data.fingerprint import describe_class, find_fingerprint
 from helios.data.order import Position
 from helios.data.source import (
@@ -27,7 +28,6 @@ from helios.data.source import (
 from helios.data.stream import Read, StreamLoader, StreamPlan, StreamReader
 from helios.data.workers import REMEDY, Failures, Parcel, WorkerItems, WorkersLost
 from helios.errors import ArgumentError, StateError
-from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _PARTS = "parts"

@@ -291,28 +291,19 @@ def find_folder(place: Path, names: Sequence[str]) -> Path:
     raise LedgerError(f"{place} holds several runs: {shown}. Pass the folder of one.")
 
 
-def read_lines(path: Path, mark: Mapping[str, Any] | None = None) -> Iterator[bytes]:
-    """Yield the lines of a ledger's chain, with their ends; arguments and errors are as below."""
-    return (data for data in read_all_lines(path, mark) if not is_scores(data))
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a ledger's chain, with their ends; errors are as below."""
+    return (data for data in read_all_lines(path) if not is_scores(data))
 
 
-def read_all_lines(path: Path, mark: Mapping[str, Any] | None = None) -> Iterator[bytes]:
+def read_all_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a ledger, with their ends, also those of scores.
 
-    Args:
-        path: the ledger.
-        mark: its size and hash in a checkpoint, after which to begin; ``None`` for all lines.
-
     Raises:
-        LedgerError: if the ledger cannot be read, or does not match the checkpoint.
+        LedgerError: if the ledger cannot be read.
     """
     try:
         with path.open("rb") as handle:
-            if mark is not None:
-                tail = end_of(mark.get("tail", mark["hash"]))
-                handle.seek(max(0, mark["size"] - len(tail)))
-                if handle.read(len(tail)) != tail:
-                    raise LedgerError(f"The ledger {path} does not match the checkpoint.")
             yield from handle
     except OSError as error:
         raise LedgerError(f"The ledger {path} cannot be read: {error}.") from error

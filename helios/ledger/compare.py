@@ -16,7 +16,7 @@ from typing import Any, final
 from helios.errors import LedgerError
 from helios.ledger.book import RunScores, find_ledger, parse_header, read_lines, read_scores
 from helios.ledger.line import TAIL_BYTES, LineReceiver, read_float, write_float
-from helios.ledger.run_facts import find_differences, read_run
+from helios.ledger.run_file import find_differences, read_run
 from helios.text import count_text
 
 ORDER, CONTENT, RATES = "order of the samples", "content of the batches", "learning rates"

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.core.utils import read_rates
+from helios.core.utils import Clock, read_rates
 from helios.counters import TrainingState
 from helios.ledger.book import EVERY
 from helios.ledger.line import Hashes, LineReceiver, write_body, write_hash, write_iteration
 from helios.listeners import Iteration, Recorder, Validated
-from helios.protocols import Clock
 from helios.storage.content_hash import (
     Content,
     add_over,

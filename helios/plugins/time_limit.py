@@ -12,10 +12,10 @@ import time
 from datetime import timedelta
 from typing import ClassVar
 
+from helios.core.utils import Clock
 from helios.counters import TrainingState
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.protocols import Clock
 
 _LOGGER = logging.getLogger(__name__)
 _FORM = re.compile(

@@ -15,7 +15,7 @@ from helios.ledger.environment import describe_git
 from helios.ledger.line import LineReceiver, hash_of
 from helios.ledger.run_file import RunFile, host
 from helios.ledger.writer import LedgerWriter
-from helios.listeners import Iteration, Recorder, Validated
+from helios.listeners import Recorder, Validated
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.start.origin import Origin
@@ -114,7 +114,6 @@ class RunEvents(Recorder):
             add(run_file.MIGRATION, cause=f"helios-ml {loaded.record.migrated_from}")
         if self._book.loss is not None:
             add(run_file.LOST_LEDGER, cause=self._book.loss)
-        self._file.begin(found["iteration"])
 
     def committed(self, path: Path, sidecar: Sidecar) -> None:
         """Add a checkpoint."""
@@ -137,30 +136,17 @@ class RunEvents(Recorder):
                 best=None if best is None else best.as_plain(),
             )
 
-    def iteration_ended(self, iteration: Iteration) -> None:
-        """Add a stretch of iterations, if one is due."""
-        self._file.note(iteration.state.global_iteration)
-
-    def paused(self) -> None:
-        """Leave out of the times what has passed since the last iteration."""
-        self._file.end_pause()
-
     def ended(
         self, reason: str, *, interruption: str | None = None, error: BaseException | None = None
     ) -> None:
-        """Add the last stretch, and how training has ended; a start that is refused adds none."""
+        """Add how training has ended; a start that is refused adds nothing."""
         if self._is_open:
-            self._file.close()
             if error is not None:
                 self._file.add(run_file.ERROR, cause=_describe(error))
             elif interruption is not None:
                 self._file.add(run_file.INTERRUPTION, cause=interruption)
             else:
                 self._file.add(run_file.END, cause=reason)
-
-    def closed(self) -> None:
-        """Add the last stretch, if an error has ended the training."""
-        self._file.close()
 
 
 def _describe(error: BaseException) -> str:

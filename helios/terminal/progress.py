@@ -16,10 +16,9 @@ from typing import Any, TextIO
 from torch.optim import Optimizer
 
 from helios.core.loss_means import Viewer
-from helios.core.utils import peak_memory_text, read_rates
+from helios.core.utils import Clock, peak_memory_text, read_rates
 from helios.distributed.collectives import get_global_rank
 from helios.listeners import Iteration, IterationListener
-from helios.protocols import Clock
 from helios.schedule import Schedule
 from helios.terminal.root_logger import log_to_file
 from helios.terminal.screen import Bars
