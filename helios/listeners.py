@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from helios.counters import TrainingState
-from helios.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,12 +153,6 @@ class Listeners:
         self.training_started = find("training_started")
         self.epoch_opened = find("epoch_opened")
         self.batches_fetched = find("batches_fetched")
-        if len(self.batches_fetched) > 1:
-            names = " and ".join(type(each).__name__ for each in known)
-            raise UsageError(
-                f"Only one listener may have batches_fetched, got {names}: what it returns travels "
-                "with the losses. Let one of them do both."
-            )
         self.iteration_ended = find("iteration_ended")
         self.evaluated = find("evaluated")
         self.paused = find("paused")

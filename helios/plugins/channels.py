@@ -71,13 +71,7 @@ class HookContext(Generic[Seen]):
         Raises:
             ArgumentTypeError: for something that cannot be called, does not take one argument, or
                 is async or a generator.
-            ArgumentError: if both are omitted.
         """
-        if before is None and after is None:
-            raise ArgumentError(
-                "HookContext.from_callable(before=..., after=...) must get at least one, got none: "
-                "the context would do nothing. Pass a function of the context."
-            )
         for name, part in (("before", before), ("after", after)):
             if part is not None:
                 _check_part(f"HookContext.from_callable({name}=...)", part)
@@ -423,15 +417,7 @@ class PipelineHooks(Plugin):
 
         Returns:
             One handle for all of them.
-
-        Raises:
-            ArgumentTypeError: for anything but a ``PipelineHooks``.
         """
-        if not isinstance(other, PipelineHooks):
-            raise ArgumentTypeError(
-                f"PipelineHooks can be added to PipelineHooks only, got {other!r}. Use "
-                "PipelineHooks.from_hooks(...), or register(channel, hook) for one context."
-            )
         found = [(name, hook) for name in CHANNELS for hook in other.contexts(name)]
         return HookHandle(place for name, hook in found for place in self._add(name, hook))
 

@@ -10,10 +10,8 @@ import logging
 import math
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from helios.best import NO_MODE, Mode, check_mode, is_better
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.best import Mode, check_mode, is_better
+from helios.errors import ArgumentError, UsageError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 
 _LOGGER = logging.getLogger(__name__)
@@ -41,8 +39,7 @@ class EarlyStopping(Plugin):
         plug_id: unique id of the plugin.
 
     Raises:
-        ArgumentError: for a value outside its range (a ``ValueError``).
-        ArgumentTypeError: for a metric that is not a name.
+        ArgumentError: for a mode or a patience outside its range (a ``ValueError``).
 
     Example:
         >>> EarlyStopping("loss", mode="min", patience=3).best is None
@@ -59,7 +56,7 @@ class EarlyStopping(Plugin):
     def __init__(
         self,
         metric: str,
-        mode: Mode = NO_MODE,
+        mode: Mode,
         *,
         patience: int,
         min_delta: float = 0.0,
@@ -67,24 +64,17 @@ class EarlyStopping(Plugin):
         plug_id: str = "early-stopping",
     ) -> None:
         super().__init__(plug_id)
-        if not isinstance(metric, str) or not metric:
-            raise ArgumentTypeError(
-                f"EarlyStopping(metric=...) must be the name of a validation score, got {metric!r}."
-                ' Pass e.g. "loss".'
-            )
-        call = f'EarlyStopping("{metric}", mode={{}}, patience={patience})'
-        check_mode(mode, "EarlyStopping", call)
+        check_mode(mode, "EarlyStopping")
         if type(patience) is not int or patience < 1:
-            raise _fail("patience", "a positive int", patience, "It counts validations.")
-        if not _is_finite(min_delta) or min_delta < 0:
-            raise _fail("min_delta", "a number of 0 or more", min_delta, "Pass 0 for any gain.")
-        if threshold is not None and not _is_finite(threshold):
-            raise _fail("threshold", "a finite number or None", threshold, "Pass None for never.")
+            raise ArgumentError(
+                f"EarlyStopping(patience=...) must be a positive int, got {patience!r}. It counts "
+                "validations."
+            )
         self._metric = metric
         self._mode: Mode = mode
         self._sign = 1.0 if mode == "min" else -1.0
         self._patience = patience
-        self._min_delta = float(min_delta)
+        self._min_delta = min_delta
         self._threshold = threshold
         self._is_training = False
         self._forget()
@@ -122,7 +112,7 @@ class EarlyStopping(Plugin):
         """Read the score, and request the end of the run if it is due.
 
         Raises:
-            UsageError: if the score is missing, or not a number.
+            UsageError: if the score is missing.
         """
         if not self._is_training:
             return
@@ -180,15 +170,7 @@ class EarlyStopping(Plugin):
                 f"{sorted(scores) or 'none'}. Return it from valid_step, put it into "
                 "self.val_scores, or correct the name."
             )
-        score = scores[self._metric]
-        if isinstance(score, Tensor) and score.numel() == 1:
-            score = score.item()
-        if not isinstance(score, int | float):
-            raise UsageError(
-                f"The validation score {self._metric!r} must be a number for EarlyStopping, got "
-                f"{score!r}. Put a single number into self.val_scores."
-            )
-        return float(score)
+        return float(scores[self._metric])
 
     def _is_improvement(self, score: float) -> bool:
         if not math.isfinite(score):
@@ -208,12 +190,3 @@ class EarlyStopping(Plugin):
                 f"(patience {self._patience})"
             )
         return ""
-
-
-def _is_finite(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)  # type: ignore[arg-type]
-
-
-def _fail(option: str, rule: str, value: object, remedy: str) -> ArgumentError:
-    return ArgumentError(f"EarlyStopping({option}=...) must be {rule}, got {value!r}. {remedy}")
