@@ -20,6 +20,14 @@ from helios.core.utils import (
 
 if TYPE_CHECKING:
     from helios.core import distributed, logging
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import the published paths of modules that import this package themselves."""
+        if name in ("distributed", "logging"):
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AverageTimer",
@@ -35,10 +43,3 @@ __all__ = [
     "safe_torch_load",
     "update_all_registries",
 ]
-
-
-def __getattr__(name: str) -> ModuleType:
-    """Import the published paths of modules that import this package themselves."""
-    if name in ("distributed", "logging"):
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
