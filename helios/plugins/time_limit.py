@@ -62,8 +62,8 @@ class TimeLimit(Plugin):
     start makes at least one step.
 
     Args:
-        limit: seconds, ``"HH:MM:SS"``, ``"D-HH:MM:SS"`` or a ``timedelta``.
-        margin: how much earlier to interrupt, so that there is time to write the checkpoint.
+        limit: seconds, ``"HH:MM:SS"``, ``"D-HH:MM:SS"`` or a ``timedelta``; less than the job has,
+            so that there is time to write the checkpoint.
         clock: returns the time in seconds.
         plug_id: unique id of the plugin.
 
@@ -72,26 +72,19 @@ class TimeLimit(Plugin):
         ArgumentTypeError: for a duration of another type.
     """
 
-    _internals: ClassVar[str] = "_began _clock _limit _margin"
+    _internals: ClassVar[str] = "_began _clock _limit"
 
     def __init__(
         self,
         limit: float | str | timedelta,
         *,
-        margin: float | str | timedelta = 0.0,
         clock: Clock = time.monotonic,
         plug_id: str = "time-limit",
     ) -> None:
         super().__init__(plug_id)
         self._limit = parse_duration("TimeLimit(limit=...)", limit)
-        self._margin = parse_duration("TimeLimit(margin=...)", margin)
         if self._limit == 0:
             raise ArgumentError(f"TimeLimit(limit=...) must be positive, got {limit!r}. {_REMEDY}")
-        if self._margin >= self._limit:
-            raise ArgumentError(
-                f"TimeLimit(margin=...) must be less than the limit of {self._limit:g} s, got "
-                f"{margin!r}. Pass a little more than the time that a checkpoint takes."
-            )
         self._clock = clock
         self._began = clock()
 
@@ -105,7 +98,7 @@ class TimeLimit(Plugin):
             _LOGGER.warning(
                 "TimeLimit interrupts after %s, but this run writes no checkpoints: all progress "
                 "will be lost. Pass chkpt_root and chkpt_frequency to the trainer.",
-                _spell(self._limit),
+                self,
             )
 
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
@@ -117,10 +110,8 @@ class TimeLimit(Plugin):
         self._look()
 
     def _look(self) -> None:
-        if self._clock() - self._began >= self._limit - self._margin:
-            text = f", less a margin of {_spell(self._margin)}," if self._margin else ""
-            self.context.interrupt(f"the time limit of {_spell(self._limit)}{text} is reached")
+        if self._clock() - self._began >= self._limit:
+            self.context.interrupt(f"the time limit of {self} is reached")
 
-
-def _spell(seconds: float) -> str:
-    return str(timedelta(seconds=seconds))
+    def __str__(self) -> str:
+        return str(timedelta(seconds=self._limit))

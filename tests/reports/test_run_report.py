@@ -212,7 +212,7 @@ def test_the_page_stands_alone_and_follows_the_reader(
     # The text of charts has the colour of the page.
     assert "currentColor" in text
     assert "#010203" not in text
-    assert Page(text).tags.count("svg") == 4
+    assert Page(text).tags.count("svg") == 3
 
 
 @pytest.mark.shows("P44")
