@@ -124,8 +124,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/ledger/test_writer.py",
             "tests/ledger/test_runs.py",
         ),
-        "helios.ledger.writer": ("tests/ledger/test_writer.py", "tests/ledger/test_runs.py"),
-        "helios.ledger.weight_digests": (
+        "helios.ledger.writer": (
             "tests/ledger/test_weight_digests.py",
             "tests/ledger/test_writer.py",
             "tests/ledger/test_runs.py",

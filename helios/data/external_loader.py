@@ -32,7 +32,7 @@ from helios.data.source import (
 )
 from helios.data.workers import WorkerInit, WorkerItems, WorkersLost, end_workers
 from helios.errors import ArgumentError, StateError, UsageError
-from helios.protocols import Stateful
+from helios.core.utils import Stateful
 from helios.state.digests import Identities, mark_of
 from helios.state.values import children_of, each_in
 

@@ -44,7 +44,7 @@ from helios.data.samplers import (
     ResumableSequentialSampler,
 )
 from helios.errors import StateError
-from helios.protocols import Stateful
+from helios.core.utils import Stateful
 from helios.state.digests import Identities, mark_of
 from helios.state.values import LEAVES, PLAIN
 from helios.storage.plain_objects import attributes_of

@@ -41,7 +41,7 @@ from helios.data.source import (
 )
 from helios.data.workers import Parcel, WorkerItems
 from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
-from helios.protocols import Stateful
+from helios.core.utils import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _REPLAYED_AT_ONCE = 64

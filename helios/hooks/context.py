@@ -70,7 +70,6 @@ CHANGES = (
         ("max_epoch", "max_step"),
     ),
     Change("log", "call `self.context.log({name: number})`"),
-    Change("say that scores are summed", "call `declare_summed(scores)`"),
     Change(
         "change weights, buffers, optimizers and schedulers",
         "change the objects themselves, between updates",
@@ -452,17 +451,6 @@ class Context(Generic[RunModel]):
             hooks.emit("on_log", numbers, run.state)
         finally:
             hooks.is_logging = False
-
-    def declare_summed(self, scores: Mapping[str, Any]) -> None:
-        """Say in ``on_validation_end`` that scores of ``model.metrics`` are those of all processes.
-
-        Scores that Helios has not summed may be those of a part of the data: they are compared only
-        between runs on equal numbers of processes, unless this was said.
-
-        Args:
-            scores: by name, the very objects that the table holds.
-        """
-        self._run.summed_scores.update(scores)
 
     def request_checkpoint(self) -> None:
         """Request a checkpoint at the next safe point."""

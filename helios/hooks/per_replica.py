@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 import torch
 
+from helios.core.utils import Stateful
 from helios.engines.device import move_to_device
-from helios.protocols import Stateful
 
 if TYPE_CHECKING:
     from helios.run_parts import RunParts

@@ -395,7 +395,6 @@ class ScoringLoop(EvaluationLoop):
     def _finish_pass(self) -> bool:
         sums = self._parts.replicas.sum_scores([part.sums for part in self._totals.values()])
         write_scores(sums, self.scores)
-        self._run.summed_scores = {name: self.scores[name] for name in sums}
         return True
 
 

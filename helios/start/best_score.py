@@ -12,7 +12,7 @@ from typing import Any
 
 from helios.best import BestRule, BestSoFar, Mode, Validation
 from helios.errors import ArgumentError, LedgerError
-from helios.ledger.run_facts import read_run
+from helios.ledger.run_file import read_run
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.early_stopping import EarlyStopping

@@ -21,8 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.checkpoint.record import Record
 from helios.core.code_digest import digest_functions, digest_methods, own_classes, python_version
-from helios.core.plain_values import plain_values, qualified_name
-from helios.core.stored_values import ValueChange, compare_values, stored_params
+from helios.core.plain_values import (
+    ValueChange,
+    compare_values,
+    plain_values,
+    qualified_name,
+    stored_params,
+)
 from helios.data.datamodule import DataModule
 from helios.errors import RunMismatchError
 from helios.ledger.run_file import without_secrets

@@ -14,9 +14,8 @@ from helios.ledger.book import EVERY, Book
 from helios.ledger.environment import describe_git
 from helios.ledger.line import LineReceiver, hash_of
 from helios.ledger.run_file import RunFile, host
-from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter
-from helios.listeners import Iteration, Recorder, Validated
+from helios.listeners import Recorder, Validated
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.start.origin import Origin
@@ -58,14 +57,11 @@ def make_writer(
         book,
         replicas.local_replicas,
         num_processes=replicas.num_processes,
-        weights=WeightDigests(
-            find_weights,
-            discovery.optimizers,
-            lambda: name_buffers(discovery.saved_modules()),
-            is_read=book is not None or replicas.is_sharded_over_processes,
-            every=every,
-        ),
+        find_weights=find_weights,
+        find_buffers=lambda: name_buffers(discovery.saved_modules()),
         find_optimizers=discovery.optimizers,
+        reads_weights=book is not None or replicas.is_sharded_over_processes,
+        every=every,
         attributes=vars(model),
         mark=mark,
         after=after,
@@ -118,7 +114,6 @@ class RunEvents(Recorder):
             add(run_file.MIGRATION, cause=f"helios-ml {loaded.record.migrated_from}")
         if self._book.loss is not None:
             add(run_file.LOST_LEDGER, cause=self._book.loss)
-        self._file.begin(found["iteration"])
 
     def committed(self, path: Path, sidecar: Sidecar) -> None:
         """Add a checkpoint."""
@@ -141,30 +136,17 @@ class RunEvents(Recorder):
                 best=None if best is None else best.as_plain(),
             )
 
-    def iteration_ended(self, iteration: Iteration) -> None:
-        """Add a stretch of iterations, if one is due."""
-        self._file.note(iteration.state.global_iteration)
-
-    def paused(self) -> None:
-        """Leave out of the times what has passed since the last iteration."""
-        self._file.end_pause()
-
     def ended(
         self, reason: str, *, interruption: str | None = None, error: BaseException | None = None
     ) -> None:
-        """Add the last stretch, and how training has ended; a start that is refused adds none."""
+        """Add how training has ended; a start that is refused adds nothing."""
         if self._is_open:
-            self._file.close()
             if error is not None:
                 self._file.add(run_file.ERROR, cause=_describe(error))
             elif interruption is not None:
                 self._file.add(run_file.INTERRUPTION, cause=interruption)
             else:
                 self._file.add(run_file.END, cause=reason)
-
-    def closed(self) -> None:
-        """Add the last stretch, if an error has ended the training."""
-        self._file.close()
 
 
 def _describe(error: BaseException) -> str:

@@ -31,7 +31,6 @@ from helios.start.replay_range import ReplayOptions, ReplayRange, find_range, re
 from helios.start.run import Run
 from helios.start.signals import Signals
 from helios.start.training import set_up_training
-from helios.text import with_step
 
 _ENOUGH = "the replay has compared what it was asked to"
 
@@ -187,14 +186,12 @@ class _Comparison:
         is_done = parts is not None and parts.run.state.global_iteration >= part.stop
         if is_done and not part.meets_end:
             return _ENOUGH
-        self._compare(is_over=False)
+        self._settle()
         return _ENOUGH if follower is not None and follower.is_over else ""
 
-    def _compare(self, *, is_over: bool) -> None:
+    def _settle(self) -> None:
         if self._writer is not None:
             self._writer.settle()
-        if self._follower is not None:
-            self._follower.compare_scores(is_over=is_over)
 
     def conclude(self) -> Replay:
         """Return the result, on rank 0.
@@ -206,14 +203,14 @@ class _Comparison:
         follower, parts = self._follower, self._run.parts
         assert follower is not None
         assert parts is not None
-        self._compare(is_over=True)
+        self._settle()
+        follower.compare_scores()
         found = follower.found
         if follower.failure is not None:
             raise follower.failure
         if found.iteration is None and not follower.is_complete:
-            place = with_step(found.num_equal, found.steps.get("num_equal"))
             raise UsageError(
-                f"The replay was interrupted after iteration {place}, before iteration "
+                f"The replay was interrupted after iteration {found.num_equal}, before iteration "
                 f"{found.stop}: {parts.run.asked.interruption}. Up to there, all lines are "
                 "equal. Replay without what interrupts it, or pass an earlier stop."
             )

@@ -11,7 +11,7 @@ from helios.checkpoint.capture import apply
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.core import rng
-from helios.core.stored_values import stored_params
+from helios.core.plain_values import stored_params
 from helios.counters import Cursor, TrainingState
 from helios.errors import RunMismatchError
 from helios.model.schedulers import NewSettings

@@ -13,7 +13,7 @@ from typing import Any
 
 from helios.checkpoint.record import Record
 from helios.checkpoint.store import Loaded
-from helios.core.stored_values import compare_values
+from helios.core.plain_values import compare_values
 from helios.counters import Cursor, TrainingState
 from helios.data.source import Source
 from helios.engines.engine import Engine

@@ -14,10 +14,10 @@ from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import PendingCheckpoint
 from helios.core.loss_means import as_numbers
+from helios.core.utils import Clock
 from helios.counters import Phase
 from helios.listeners import RunListener
 from helios.plugins.averaging import WeightAverage
-from helios.protocols import Clock
 from helios.run_state import RunState
 from helios.start.level import Reproducibility, find_compiled
 from helios.start.origin import Origin

@@ -16,10 +16,9 @@ from typing import Any, TextIO
 from torch.optim import Optimizer
 
 from helios.core.loss_means import Viewer
-from helios.core.utils import find_peak_memory, peak_text, read_rates
+from helios.core.utils import Clock, peak_memory_text, read_rates
 from helios.distributed.collectives import get_global_rank
 from helios.listeners import Iteration, IterationListener
-from helios.protocols import Clock
 from helios.schedule import Schedule
 from helios.terminal.root_logger import log_to_file
 from helios.terminal.screen import Bars
@@ -128,7 +127,7 @@ class ProgressDisplay(Display):
         elif now >= self._next_line:
             self._write_line(losses.pop_means(Viewer.LINE))
         if now >= self._next_text:
-            texts = [*_describe(losses.pop_means(Viewer.BAR)), peak_text(find_peak_memory())]
+            texts = [*_describe(losses.pop_means(Viewer.BAR)), peak_memory_text()]
             self._bars.describe("steps", ", ".join(filter(None, texts)))
             self._next_text = now + _TEXT_SECONDS
 

@@ -31,7 +31,7 @@ def show(log: ScoreLog, best: BestSoFar, errors: Sequence[float], *, first: int 
         scores, losses = {"error": error, "hits": 3.0}, {"loss": 2.0}
         has_improved = error < 0.6
         best.judge(Validation(8 * number, scores), has_improved=has_improved)
-        log.validated(Validated(scores, state, has_improved, best.best, (), losses))
+        log.validated(Validated(scores, state, has_improved, best.best, losses))
 
 
 @pytest.mark.shows("U26")
