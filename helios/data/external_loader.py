@@ -18,6 +18,7 @@ from torch import Tensor, get_num_threads
 from torch.utils.data import DataLoader, IterableDataset
 
 from helios.core import rng
+from helios.core.utils import Stateful
 from helios.data.fingerprint import describe_class, find_fingerprint, length_of
 from helios.data.order import Position
 from helios.data.samplers import HasEpoch
@@ -32,7 +33,6 @@ from helios.data.source import (
 )
 from helios.data.workers import WorkerInit, WorkerItems, WorkersLost, end_workers
 from helios.errors import ArgumentError, StateError, UsageError
-from helios.core.utils import Stateful
 from helios.state.digests import Identities, mark_of
 from helios.state.values import children_of, each_in
 

@@ -33,7 +33,7 @@ from helios.core.generators import (
     load_generator,
     state_of_generator,
 )
-from helios.core.utils import unsaved_of
+from helios.core.utils import Stateful, unsaved_of
 from helios.data.fingerprint import length_of
 from helios.data.mixture import MixtureSampler
 from helios.data.samplers import (
@@ -44,7 +44,6 @@ from helios.data.samplers import (
     ResumableSequentialSampler,
 )
 from helios.errors import StateError
-from helios.core.utils import Stateful
 from helios.state.digests import Identities, mark_of
 from helios.state.values import LEAVES, PLAIN
 from helios.storage.plain_objects import attributes_of

@@ -15,10 +15,10 @@ from typing import Any, Final, TypeAlias, final
 import torch
 from torch.utils.data import DataLoader
 
+from helios.core.utils import Stateful
 from helios.data.workers import WorkersLost
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, UsageError, WorkerError
-from helios.core.utils import Stateful
 from helios.storage.content_hash import Content
 
 _LOGGER = logging.getLogger(__name__)

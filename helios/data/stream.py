@@ -26,6 +26,7 @@ from torch.utils.data import (
 from torch.utils.data._utils import worker as torch_worker
 
 from helios.core import rng
+from helios.core.utils import Stateful
 from helios.data.fingerprint import describe_class, find_fingerprint
 from helios.data.order import Position
 from helios.data.params import DataLoaderParams
@@ -41,7 +42,6 @@ from helios.data.source import (
 )
 from helios.data.workers import Parcel, WorkerItems
 from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
-from helios.core.utils import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _REPLAYED_AT_ONCE = 64
