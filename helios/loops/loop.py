@@ -18,7 +18,7 @@ from helios.core.loss_means import WeightedLoss
 from helios.counters import Cursor, TrainingState
 from helios.engines.engine import Engine, redefines
 from helios.errors import ArgumentError, StateError, UsageError
-from helios.hooks.overrides import (
+from helios.hooks.bus import (
     check_arguments,
     check_overrides,
     check_state_methods,

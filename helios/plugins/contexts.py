@@ -17,9 +17,8 @@ from typing import Any, ClassVar, Generic, final
 from typing_extensions import TypeVar
 
 from helios.errors import ArgumentError, ArgumentTypeError
-from helios.hooks.bus import signature_of
+from helios.hooks.bus import check_state_methods, signature_of
 from helios.hooks.context import Context
-from helios.hooks.overrides import check_state_methods
 from helios.model.model import Model
 
 _LOGGER = logging.getLogger(__name__)

@@ -126,7 +126,11 @@ class RunEvents(Recorder):
 
     def save_failed(self, path: Path, error: Exception) -> None:
         """Add a checkpoint that could not be written."""
-        self._file.add(run_file.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
+        self._file.add(
+            run_file.FAILED_SAVE,
+            checkpoint=path.name,
+            cause=_describe(error),
+        )
 
     def validated(self, validated: Validated) -> None:
         """Add the scores of a validation; without any nothing is written."""
@@ -168,11 +172,7 @@ class RunEvents(Recorder):
 
 
 def _describe(error: BaseException) -> str:
-    """Return an error as text, whatever its own text is."""
-    try:
-        return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
-    except Exception:
-        return type(error).__name__
+    return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
 
 
 def make_recorders(

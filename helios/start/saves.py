@@ -19,10 +19,10 @@ from helios.listeners import RunListener
 from helios.plugins.averaging import WeightAverage
 from helios.protocols import Clock
 from helios.run_state import RunState
+from helios.start.changes import is_shortened
 from helios.start.level import Reproducibility, find_compiled
 from helios.start.origin import Origin
 from helios.start.run import Run
-from helios.start.run_identity import is_shortened
 from helios.start.run_log import log_places
 
 _LOGGER = logging.getLogger(__name__)

@@ -224,10 +224,10 @@ def the_checkpoint_of_another_run_is_taken(check_name, *args):
 
 
 @fault(
-    "helios.start.best_score:continue_best",
+    "helios.start.resume:_continue_best",
     "tests/integration/test_one_best.py::test_a_run_that_was_stopped_has_the_best_of_an_undisturbed_one",
 )
-def a_resumed_run_forgets_the_best(continue_best, stored, rule, **options):
+def a_resumed_run_forgets_the_best(continue_best, record, rule):
     from helios.best import BestSoFar
 
     return BestSoFar(rule)
