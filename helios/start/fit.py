@@ -60,7 +60,13 @@ from helios.start.origin import Origin, find_origin, require_writable, set_newer
 from helios.start.recorders import make_recorders
 from helios.start.resume import PendingLoad, load_checkpoint
 from helios.start.run import LOOP_PATH, Run
-from helios.start.run_log import ScoreLog, describe_run, warn_of_idle_options
+from helios.start.run_log import (
+    ScoreLog,
+    describe_data,
+    describe_model,
+    describe_plan,
+    warn_of_idle_options,
+)
 from helios.start.saves import Saves, SaveTimer
 from helios.start.stateful import find_stranded_generators
 from helios.terminal import root_logger as log
@@ -96,7 +102,7 @@ def train(training: Training) -> str:
         load_checkpoint(training)
     on_first(run.replicas, partial(set_newer_aside, origin))
     run_log.cut_logs()
-    for listener in training.listeners:
+    for listener in training.parts.run_listeners:
         listener.opened()
     origin.release_payload()
     run.has_begun = True
@@ -115,7 +121,7 @@ def _finish(training: Training, reason: str) -> bool | Interrupted:
     interruption = state.asked.interruption if state.is_interrupted else None
     _leave_model(run, _record_end(training), is_interrupted=interruption is not None)
     training.saves.finish(None if interruption is not None else reason)
-    for listener in training.listeners:
+    for listener in training.parts.run_listeners:
         listener.ended(reason, interruption=interruption)
     if interruption is not None:
         rescue, end = training.describe_rescue(), _describe_end(training)
@@ -169,7 +175,7 @@ def _describe_end(training: Training) -> str:
         scores=training.scores.summarize(best, file_name),
         nonfinite=training.parts.loss_means.nonfinite,
         newest=newest,
-        has_report=bool(training.recorders),
+        has_report=bool(training.parts.recorders),
     )
 
 
@@ -238,8 +244,6 @@ class Training:
         pending: what its load leaves to be done when training resumes.
         saves: completes its checkpoints.
         scores: logs the scores of validations.
-        recorders: what records the run.
-        listeners: all that listens to the run.
         changes: changes that were allowed, in all starts of the run.
         machine: versions, devices and settings that bits of arithmetic depend on.
         stranded: generators that loader workers copy, by place, with the reason.
@@ -254,8 +258,6 @@ class Training:
     pending: PendingLoad
     saves: Saves
     scores: ScoreLog
-    recorders: list[Recorder]
-    listeners: list[RunListener]
     changes: list[str]
     machine: dict[str, str]
     stranded: dict[str, str]
@@ -333,13 +335,14 @@ def set_up_training(
         best=BestSoFar(_find_best_rule(run)),
         has_changed=origin.is_branch or origin.goes_back,
     )
-    ask = ask or partial(run.signals.ask, run_log.describe_signal(saves=options.can_save))
+    how = "saves and ends" if options.can_save else "ends, without saving,"
+    ask = ask or partial(run.signals.ask, f"the training {how} at the next safe point")
     listeners: list[RunListener] = [scores, *recorders]
     if schedule.save_seconds is not None and options.can_save and run.replicas.rank == 0:
         # Its wishes travel with the requests, so that all processes save at the same step.
         timer = SaveTimer(state, schedule.save_seconds)
         listeners.append(timer)
-        ask = _with_timer(timer, ask)
+        ask = partial(timer.ask, ask)
     run.listeners = recorders
     # The last one is called first.
     for listener in reversed(listeners):
@@ -356,16 +359,9 @@ def set_up_training(
     _show_banner(run, origin, level, schedule)
     run_log.say_how_schedulers_step(run.model, schedulers, schedule)
     pending = PendingLoad(allows_length="length" in options.allow_changes)
-    parts = RunParts(
-        model=run.model,
-        engine=run.engine,
-        hooks=run.hooks,
-        display=run.display,
-        seed=options.seed,
+    parts = run.make_parts(
         run=state,
         schedule=schedule,
-        sources=run.sources,
-        plugins=run.plugins,
         schedulers=schedulers,
         writer=saves.writer,
         can_save=options.can_save,
@@ -374,9 +370,7 @@ def set_up_training(
         get_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else get_no_scalars,
         sanity_steps=options.sanity_steps,
         loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),
-        owner_states=run.owners,
         findings=findings,
-        run_folder=None if origin.folder is None else origin.folder.path,
         is_replay=run.replay is not None,
         outside=ask,
         check_record=partial(_require_complete, run),
@@ -385,8 +379,8 @@ def set_up_training(
         check_data=pending.check_data,
     )
     run.begin(parts)
-    found = (scores, recorders, listeners, changes, machine, stranded)
-    return Training(run, origin, definition, parts, pending, saves, *found)
+    found = (pending, saves, scores, changes, machine, stranded)
+    return Training(run, origin, definition, parts, *found)
 
 
 def _find_best_rule(run: Run) -> BestRule | None:
@@ -419,14 +413,6 @@ def _require_one_mode(run: Run, schedulers: Schedulers) -> None:
                 f'{owner} has mode={mode!r}. Correct one of them: "min" if small scores are good, '
                 '"max" if large ones are.'
             )
-
-
-def _with_timer(timer: SaveTimer, ask: Callable[[], str]) -> Callable[[], str]:
-    def look() -> str:
-        timer.check()
-        return ask()
-
-    return look
 
 
 def _numerics(run: Run, known: Record | None) -> AbstractContextManager[None]:
@@ -518,7 +504,9 @@ def _show_banner(run: Run, origin: Origin, level: Reproducibility, schedule: Sch
         {
             "run": run.name,
             "seed": f"{options.seed}{'' if options.random_seed is not None else ' (the default)'}",
-            **describe_run(run.model, run.sources, options, schedule, run.engine),
+            "plan": describe_plan(options, schedule, run.sources, run.engine),
+            "model": describe_model(run.model),
+            "data": describe_data(run.sources),
             "processes": f"{count}, {count_text(replicas.num_replicas, 'replica')}",
             **level.describe_shortfall(),
         },

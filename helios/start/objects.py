@@ -86,13 +86,10 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
 
 
 def _check_unscored(names: object) -> None:
-    is_text = isinstance(names, str)
-    if is_text or not isinstance(names, Collection) or not all(isinstance(x, str) for x in names):
-        example = names if is_text else "seconds"
+    if isinstance(names, str) or not isinstance(names, Collection):
         raise ArgumentTypeError(
-            f"unscored of a model must be a tuple of names of scores, got {names!r}. Write "
-            f'unscored = ("{example}",) with a comma, or give an attribute of your own another '
-            "name."
+            f"unscored of a model must be a tuple of names of scores, got {names!r}. Write e.g. "
+            'unscored = ("seconds",) with a comma.'
         )
 
 
@@ -181,8 +178,6 @@ def _describe_unknown(name: str) -> str:
     close = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0.75)
     if close and (looks_like_hook or name.endswith("_step")):
         return f": it is neither a hook nor a step; did you mean {close[0]}?"
-    if difflib.get_close_matches(name, ["backward"], cutoff=0.9):
-        return "; did you mean backward? If it is a helper of your own, give it another name."
     own = ": it is not a hook. If it is a helper of your own, begin its name with an underscore."
     return own if looks_like_hook else ""
 

@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -75,6 +75,7 @@ class Scope(Enum):
 
 
 NONE, START, RUN, END = Scope
+_SERIES: Any = list | tuple | set | frozenset | range
 
 Check: TypeAlias = Callable[[str, Any], Any]
 """Takes the name and the value of an option; returns the value as a run has it, or raises."""
@@ -106,13 +107,33 @@ def option(default: Any, check: Check, scope: Scope, **others: Any) -> Any:
 
 def _must_be(
     rule: str,
-    is_good: Callable[[Any], object],
-    convert: Callable[[Any], Any] = lambda value: value,
+    kind: Any,
     *,
+    above: int | None = None,
+    words: Collection[str] = (),
+    suits: Callable[[Any], object] = lambda value: True,
+    convert: Callable[[Any], Any] = lambda value: value,
     remedy: str = "Omit it for the default.",
 ) -> Check:
+    """Return a check of a value on its own.
+
+    Args:
+        rule: what it must be.
+        kind: its type, or several with ``|``.
+        above: what finite numbers must be greater than; a bool is none.
+        words: what it may be as a string.
+        suits: whether a value of these types is a good one.
+        convert: returns a good one as a run has it.
+        remedy: what else to do.
+    """
+
     def check(name: str, value: Any) -> Any:
-        if not is_good(value):
+        is_good = isinstance(value, kind)
+        if words and isinstance(value, str):
+            is_good = value in words
+        elif is_good and above is not None and isinstance(value, int | float):
+            is_good = not isinstance(value, bool) and above < value < math.inf
+        if not is_good or not suits(value):
             raise _refusal(name, rule, value, remedy)
         return convert(value)
 
@@ -120,37 +141,11 @@ def _must_be(
 
 
 def _one_of(*words: str) -> Check:
-    return _must_be(" or ".join(f'"{word}"' for word in words), lambda value: value in words)
+    return _must_be(" or ".join(f'"{word}"' for word in words), str, words=words)
 
 
-def _is(*kinds: type) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, kinds)
-
-
-def _none_or(is_good: Callable[[Any], object]) -> Callable[[Any], object]:
-    return lambda value: value is None or is_good(value)
-
-
-def _is_count(value: object, least: int = 1) -> bool:
-    return type(value) is int and value >= least
-
-
-def _is_natural(value: object) -> bool:
-    return _is_count(value, 0)
-
-
-def _is_positive(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < value < math.inf
-
-
-def _is_series(value: object, is_good: Callable[[Any], object]) -> bool:
-    return isinstance(value, list | tuple | set | frozenset | range) and all(map(is_good, value))
-
-
-def _is_table(value: Any) -> bool:
-    is_good = isinstance(value, Mapping) and all(isinstance(phase, Phase) for phase in value)
-    return is_good and all(map(_is_count, value.values()))
+def _are_counts(values: Iterable[object]) -> bool:
+    return all(type(value) is int and value > 0 for value in values)
 
 
 _UNITS: Mapping[object, TrainingUnit] = {
@@ -159,76 +154,91 @@ _UNITS: Mapping[object, TrainingUnit] = {
     **dict.fromkeys(("iteration", "step"), TrainingUnit.ITERATION),
 }
 _PRECISIONS = {known.value: known for known in Precision.all()}
-_FLAG = _must_be("True or False", _is(bool))
-_CHOICE = _must_be("True, False or None", _none_or(_is(bool)))
-_TEXT = _must_be("a string", _is(str))
+_FLAG = _must_be("True or False", bool)
+_CHOICE = _must_be("True, False or None", bool | None)
+_TEXT = _must_be("a string", str)
 _FILE_NAME = _must_be(
     "a string without path separators (it names files)",
-    lambda value: isinstance(value, str) and not any(mark in value for mark in "/\\\0"),
+    str,
+    suits=lambda value: not any(mark in value for mark in "/\\\0"),
     remedy="Pass folders as chkpt_root and so on.",
 )
 _UNIT = _must_be(
     '"epoch", "iteration", "step" or a TrainingUnit',
-    lambda value: isinstance(value, str | TrainingUnit) and value in _UNITS,
-    _UNITS.get,
+    TrainingUnit,
+    words=("epoch", "iteration", "step"),
+    convert=_UNITS.get,
 )
 _TOTAL = _must_be(
     "a non-negative int or inf",
-    lambda value: value is NO_LENGTH or _is_natural(value) or value == math.inf,
+    int | float,
+    suits=lambda value: (
+        value is NO_LENGTH or value == math.inf or (type(value) is int and value >= 0)
+    ),
     remedy="Pass e.g. 10, or float('inf').",
 )
-_COUNT = _must_be("None or a positive int", _none_or(_is_count))
+_COUNT = _must_be("None or a positive int", int | None, above=0)
 AUTO = "auto"
 """Leaves a frequency to its default: never beside ``total_steps``, else as docs/start.md says."""
 _TIMES = re.compile(r"(\d+) ?(s|min|h)")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _FREQUENCY = _must_be(
-    'a positive int, None for never, or "auto"',
-    lambda value: value is None or value == AUTO or _is_count(value),
+    'a positive int, None for never, or "auto"', int | None, above=0, words=(AUTO,)
 )
 _SAVES = _must_be(
     'a positive int, a time in s, min or h such as "10min", None for never, or "auto"',
-    lambda value: value in (None, AUTO) or _is_count(value) or bool(read_seconds(value)),
+    int | str | None,
+    above=0,
+    suits=lambda value: not isinstance(value, str) or value == AUTO or read_seconds(value),
 )
-_PATIENCE = _must_be("None or a non-negative int", _none_or(_is_natural))
-_NATURAL = _must_be("a non-negative int", _is_natural)
-_WINDOW = _must_be("a positive int", _is_count)
-_POSITIVE = _must_be("None or a positive number", _none_or(_is_positive))
+_PATIENCE = _must_be("None or a non-negative int", int | None, above=-1)
+_NATURAL = _must_be("a non-negative int", int, above=-1)
+_WINDOW = _must_be("a positive int", int, above=0)
+_POSITIVE = _must_be("None or a positive number", int | float | None, above=0)
 _SEED = _must_be(
-    "None or an int of 64 bits", _none_or(lambda value: _is_natural(value) and value < 1 << 64)
+    "None or an int of 64 bits",
+    int | None,
+    above=-1,
+    suits=lambda value: value is None or value < 1 << 64,
 )
 _NUMBERS = _must_be(
     "a tuple of positive ints, such as (812, 813)",
-    lambda value: _is_series(value, _is_count),
-    lambda value: tuple(sorted(set(value))),
+    _SERIES,
+    suits=_are_counts,
+    convert=lambda value: tuple(sorted(set(value))),
 )
-_STORE = _must_be("None or a CheckpointStore", _none_or(_is(CheckpointStore)))
+_STORE = _must_be("None or a CheckpointStore", CheckpointStore | None)
 _SIGNALS = _must_be(
     "None or Signals, such as Signals(grace=60.0), or Signals(()) for none",
-    _none_or(_is(Signals)),
-    lambda value: value or Signals(),
+    Signals | None,
+    convert=lambda value: value or Signals(),
 )
-_ENGINE = _must_be("an Engine, such as Engine.auto(), or None", _none_or(_is(Engine)))
+_ENGINE = _must_be("an Engine, such as Engine.auto(), or None", Engine | None)
 _PRECISION = _must_be(
     f"None, a Precision or one of {', '.join(_PRECISIONS)}",
-    lambda value: value is None or isinstance(value, Precision) or value in list(_PRECISIONS),
-    lambda value: _PRECISIONS[value] if isinstance(value, str) else value,
+    Precision | None,
+    words=_PRECISIONS,
+    convert=lambda value: _PRECISIONS[value] if isinstance(value, str) else value,
 )
 _PLUGINS = _must_be(
     "a list of Plugin objects",
-    lambda value: isinstance(value, list | tuple) and all(map(_is(Plugin), value)),
-    tuple,
+    list | tuple,
+    suits=lambda value: all(isinstance(each, Plugin) for each in value),
+    convert=tuple,
     remedy="Pass [plugin]. Derive it from helios.plugins.Plugin.",
 )
 _LIMITS = _must_be(
     "None, or phases with a positive int each, such as {Phase.TRAINING: 10}",
-    _none_or(_is_table),
-    lambda value: dict(value or {}),
+    Mapping | None,
+    suits=lambda value: (
+        not value or (all(isinstance(x, Phase) for x in value) and _are_counts(value.values()))
+    ),
+    convert=lambda value: dict(value or {}),
 )
 _RESUME = _must_be(
     '"auto", "never" or a path',
-    _is(str, Path),
-    lambda value: (
+    str | Path,
+    convert=lambda value: (
         value if value in ("auto", "never") else as_local_path("Trainer(resume=...)", value)
     ),
 )
@@ -267,7 +277,7 @@ def _existing_folder(name: str, value: object) -> Path | None:
 
 def _changes(name: str, value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
-    if not _is_series(names, _is(str)):
+    if not isinstance(names, _SERIES) or not all(isinstance(each, str) for each in names):
         raise _refusal(name, "a tuple of names", value, "Omit it for none.")
     known = find_changeable()
     unknown = [each for each in names if each not in known and not each.startswith(PARAMS)]

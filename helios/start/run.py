@@ -547,19 +547,22 @@ class Run:
             phase: what it does.
             outside: returns why it is to be interrupted, if the reason came from outside.
         """
+        states = LoopStates(self.loops.fit, LOOP_PATH, carries=False)
+        return self.make_parts(run=RunState(phase=phase), loop_states=states, outside=outside)
+
+    def make_parts(self, **others: Any) -> RunParts:
+        """Return the objects of the run: those of every call, and others."""
         return RunParts(
             model=self.model,
             engine=self.engine,
             hooks=self.hooks,
             display=self.display,
             seed=self.options.seed,
-            run=RunState(phase=phase),
             sources=self.sources,
             plugins=self.plugins,
-            run_folder=self.folder,
-            loop_states=LoopStates(self.loops.fit, LOOP_PATH, carries=False),
+            run_folder=None if self.replay is not None else self.folder,
             owner_states=self.owners,
-            outside=outside,
+            **others,
         )
 
     def _forget_run(self) -> None:

@@ -58,28 +58,7 @@ def show_banner(model: Model, lines: dict[str, Any], *, where: str | None, is_wa
 _MAX_ROWS = 8
 
 
-def describe_signal(*, saves: bool) -> str:
-    """Return what follows a signal."""
-    how = "saves and ends" if saves else "ends, without saving,"
-    return f"the training {how} at the next safe point"
-
-
-def describe_run(
-    model: Model,
-    sources: Mapping[Phase, Sequence[Source]],
-    options: Options,
-    schedule: Schedule,
-    engine: Engine,
-) -> dict[str, str]:
-    """Return lines for the banner, by label: plan, model and data."""
-    return {
-        "plan": _describe_plan(options, schedule, sources, engine),
-        "model": describe_model(model),
-        "data": describe_data(sources),
-    }
-
-
-def _describe_plan(
+def describe_plan(
     options: Options,
     schedule: Schedule,
     sources: Mapping[Phase, Sequence[Source]],

@@ -238,6 +238,6 @@ def a_resumed_run_forgets_the_best(continue_best, record, rule):
     "tests/integration/test_order.py::test_the_first_of_two_refusals_counts_and_no_file_of_the_run_changes",
 )
 def a_start_cuts_its_ledger_before_it_may_be_refused(load, training):
-    for listener in training.listeners:
+    for listener in training.parts.run_listeners:
         listener.opened()
     load(training)
