@@ -123,8 +123,7 @@ def replay_script(namespace: argparse.Namespace) -> Answer:
     run cannot be repeated.
     """
     # Only this command needs what trains.
-    from helios.start.replay import ReplayRequest
-    from helios.start.replay_range import ReplayOptions
+    from helios.start.replay import ReplayOptions, ReplayRequest
 
     options = ReplayOptions(namespace.start, namespace.stop, namespace.nproc, has_bars=True)
     request = ReplayRequest(options, namespace.save_name)

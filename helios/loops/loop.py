@@ -18,7 +18,7 @@ from helios.core.loss_means import WeightedLoss
 from helios.counters import Cursor, TrainingState
 from helios.engines.engine import Engine, redefines
 from helios.errors import ArgumentError, UsageError
-from helios.hooks.overrides import check_overrides, check_state_methods
+from helios.hooks.bus import check_overrides, check_state_methods
 from helios.model.model import Model
 from helios.model.processor import Processed
 from helios.run_parts import RunParts

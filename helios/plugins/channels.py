@@ -25,10 +25,9 @@ from typing_extensions import TypeVar
 
 from helios.counters import Phase, TrainingState
 from helios.errors import ArgumentError, ArgumentTypeError
-from helios.hooks.bus import signature_of
+from helios.hooks.bus import check_state_methods, signature_of
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS, EVENTS, Event
-from helios.hooks.overrides import check_state_methods
 from helios.model.model import Model
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, create_plugin
 

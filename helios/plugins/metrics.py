@@ -26,9 +26,8 @@ from helios.core.utils import Stateful
 from helios.counters import Phase, TrainingState
 from helios.engines.device import move_to_device
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.hooks.context import Context
+from helios.hooks.context import Context, PerReplica
 from helios.hooks.events import asks_nothing
-from helios.hooks.per_replica import PerReplica
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 
 __all__ = ["Metric", "Metrics"]

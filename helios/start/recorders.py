@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -70,10 +71,11 @@ def make_writer(
 
 
 @final
+@dataclass
 class RunEvents(Recorder):
     """What a run was started with, and what happens to it, on rank 0.
 
-    Args:
+    Attributes:
         file: where events are written.
         origin: where the run starts.
         book: the ledger, which the run may have lost.
@@ -81,24 +83,16 @@ class RunEvents(Recorder):
         changes: changes that were allowed, in all starts of the run.
     """
 
-    def __init__(
-        self,
-        file: RunFile,
-        origin: Origin,
-        book: Book,
-        facts: Mapping[str, Any],
-        changes: Sequence[str],
-    ) -> None:
-        self._file = file
-        self._origin = origin
-        self._book = book
-        self._facts = facts
-        self._changes = changes
-        self._is_open = False
+    file: RunFile
+    origin: Origin
+    book: Book
+    facts: Mapping[str, Any]
+    changes: Sequence[str]
+    _is_open: bool = False
 
     def opened(self) -> None:
         """Add how the run starts, and what it had to leave behind."""
-        origin, loaded, add = self._origin, self._origin.loaded, self._file.add
+        origin, loaded, add = self.origin, self.origin.loaded, self.file.add
         self._is_open = True
         for path in [] if origin.folder is None else origin.folder.damaged:
             add(run_file.FALLBACK, checkpoint=path.name, cause="the file is damaged")
@@ -108,26 +102,26 @@ class RunEvents(Recorder):
             found["checkpoint"] = str(loaded.path) if origin.is_branch else loaded.path.name
             found["digest"] = None if loaded.sidecar is None else loaded.sidecar.digest or None
         # Earlier starts have recorded theirs.
-        changes = self._changes[len(origin.changes) :] or None
-        add(run_file.START, **found, **self._facts, git=describe_git() or None, changes=changes)
+        changes = self.changes[len(origin.changes) :] or None
+        add(run_file.START, **found, **self.facts, git=describe_git() or None, changes=changes)
         if loaded is not None and loaded.record.migrated_from is not None:
             add(run_file.MIGRATION, cause=f"helios-ml {loaded.record.migrated_from}")
-        if self._book.loss is not None:
-            add(run_file.LOST_LEDGER, cause=self._book.loss)
+        if self.book.loss is not None:
+            add(run_file.LOST_LEDGER, cause=self.book.loss)
 
     def committed(self, path: Path, sidecar: Sidecar) -> None:
         """Add a checkpoint."""
-        self._file.add(run_file.SAVE, checkpoint=path.name, digest=sidecar.digest or None)
+        self.file.add(run_file.SAVE, checkpoint=path.name, digest=sidecar.digest or None)
 
     def save_failed(self, path: Path, error: Exception) -> None:
         """Add a checkpoint that could not be written."""
-        self._file.add(run_file.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
+        self.file.add(run_file.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
 
     def validated(self, validated: Validated) -> None:
         """Add the scores of a validation; without any nothing is written."""
         state, best = validated.state, validated.best
         if validated.scores:
-            self._file.add(
+            self.file.add(
                 run_file.VALIDATION,
                 iteration=state.global_iteration,
                 step=state.global_step,
@@ -142,19 +136,15 @@ class RunEvents(Recorder):
         """Add how training has ended; a start that is refused adds nothing."""
         if self._is_open:
             if error is not None:
-                self._file.add(run_file.ERROR, cause=_describe(error))
+                self.file.add(run_file.ERROR, cause=_describe(error))
             elif interruption is not None:
-                self._file.add(run_file.INTERRUPTION, cause=interruption)
+                self.file.add(run_file.INTERRUPTION, cause=interruption)
             else:
-                self._file.add(run_file.END, cause=reason)
+                self.file.add(run_file.END, cause=reason)
 
 
 def _describe(error: BaseException) -> str:
-    """Return an error as text, whatever its own text is."""
-    try:
-        return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
-    except Exception:
-        return type(error).__name__
+    return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
 
 
 def make_recorders(

@@ -95,8 +95,7 @@ def test_fit_logs_scores_and_the_end_also_after_a_resume(
     shown = capfd.readouterr().err
     assert "Validation 1" not in shown
     assert "Validation 3 (epoch 3, iteration 12): error " in shown
-    assert "; best: error " in shown
-    assert "(iteration 4); training loss " in shown
+    assert "; the best so far; training loss " in shown
     assert "until epoch 3, iteration 12; this start: 4 iterations in " in shown
     assert f"  report       helios report {tmp_path / 'line'}\n" in shown
 

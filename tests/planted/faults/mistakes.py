@@ -13,7 +13,7 @@ def a_url_is_a_folder_for_the_trainer(as_local_path, name, value):
 
 
 @fault(
-    "helios.start.unknown_arguments:_refuse",
+    "helios.start.options:_refuse_unknown",
     "tests/start/test_arguments.py::test_an_unknown_argument_names_the_one_that_is_meant",
 )
 def an_unknown_argument_names_no_other_one(refuse, name):
@@ -42,7 +42,7 @@ OPTIONS = "tests/start/test_options.py"
 
 
 @fault(
-    "helios.start.run_identity:identity",
+    "helios.start.changes:describe_identity",
     f"{OPTIONS}::test_another_value_stops_a_resume_if_it_defines_the_run[train_unit]",
 )
 def a_run_is_resumed_in_another_unit(identity, options, description, engine):

@@ -301,7 +301,7 @@ NEW_SETTINGS = "tests/integration/test_new_settings.py"
 
 
 @fault(
-    "helios.start.run_identity:has_ended",
+    "helios.start.changes:has_ended",
     f"{DECLARED}::test_a_run_that_was_killed_at_its_end_is_not_relabelled",
 )
 def a_run_at_its_end_is_relabelled(has_ended, options, record):
