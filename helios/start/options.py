@@ -145,8 +145,11 @@ def _is_series(value: object, is_good: Callable[[Any], object]) -> bool:
     return isinstance(value, list | tuple | set | frozenset | range) and all(map(is_good, value))
 
 
+_PHASES: Mapping[object, Phase] = {name: x for x in Phase for name in (x, x.value)}
+
+
 def _is_table(value: Any) -> bool:
-    is_good = isinstance(value, Mapping) and all(isinstance(phase, Phase) for phase in value)
+    is_good = isinstance(value, Mapping) and all(phase in _PHASES for phase in value)
     return is_good and all(map(_is_count, value.values()))
 
 
@@ -220,7 +223,7 @@ _PLUGINS = _must_be(
 _LIMITS = _must_be(
     "None, or phases with a positive int each, such as {Phase.TRAINING: 10}",
     _none_or(_is_table),
-    lambda value: dict(value or {}),
+    lambda value: {_PHASES[phase]: count for phase, count in (value or {}).items()},
 )
 _RESUME = _must_be(
     '"auto", "never" or a path',

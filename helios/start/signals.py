@@ -66,7 +66,7 @@ class Signals:
             a grace that is not a positive number, and for another ``on_interrupt``.
     """
 
-    numbers: tuple[int, ...] = _DEFAULTS
+    numbers: tuple[signal.Signals | int, ...] = _DEFAULTS
     grace: float = 20.0
     on_interrupt: Literal["raise", "return"] = "raise"
 
