@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import ParamSpec, TypeVar
 
@@ -74,12 +74,21 @@ def with_known_arguments(call: Callable[Parameters, Result]) -> Callable[Paramet
 
     @functools.wraps(call)
     def run(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
-        unknown = [name for name in options if name not in ROWS]
-        if unknown:
-            raise ArgumentTypeError("\n".join(map(_refuse, unknown)))
+        check_names(options)
         return call(*args, **options)
 
     return run
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names that are no arguments of the trainer.
+
+    Raises:
+        ArgumentTypeError: for these.
+    """
+    unknown = [name for name in names if name not in ROWS]
+    if unknown:
+        raise ArgumentTypeError("\n".join(map(_refuse, unknown)))
 
 
 def _refuse(name: str) -> str:
