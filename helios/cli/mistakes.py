@@ -10,11 +10,13 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
+from helios import plugins
 from helios.start.options import ROWS
 from helios.start.unknown_arguments import MEANT
 
@@ -27,7 +29,8 @@ _UNKNOWN_KEY = re.compile(r"(?:Group '([\w.]+)' does not accept option|Option) '
 _REQUIRED = re.compile(r"the following arguments are required: (.*)")
 _WRONG = re.compile(r'Parser key "([\w.]+)":\s*((?s:.*))')
 _VALUE = re.compile(r"(?:Got value|Given value): (.*)")
-_REASON = re.compile(r"^ *- ((?!Expected a ).*)$", re.MULTILINE)
+_NO_PATH = re.compile(r"\s*Expected a dot import path string: (\S+)")
+_REASON = re.compile(r"^ *- ((?!Expected a |Not of type ).*)$", re.MULTILINE)
 
 
 class Mistakes:
@@ -92,6 +95,10 @@ class Mistakes:
     def _refuse_value(self, name: str, text: str) -> str:
         value, expected = _VALUE.search(text), self._describe_type(name)
         source = self._find_source(name)
+        if found := _NO_PATH.match(text):
+            near = difflib.get_close_matches(found[1], plugins.__all__, n=1)
+            hint = f"Did you mean {near[0]}?" if near else "Pass e.g. package.module.Class."
+            return f"--{name} must be the path of a class, got {found[1]!r}{source}. {hint}"
         if value is None or not expected:
             return f"--{name}{source}: {' '.join(text.split())}"
         reasons = [reason.rstrip(".") for reason in _REASON.findall(text)]
@@ -99,16 +106,21 @@ class Mistakes:
         return f"--{name} must be {expected}, got {value[1]!r}{source}{why}."
 
     def _describe_type(self, name: str) -> str:
+        hint = self._find_hint(name)
+        return "" if hint is None else _type_text(hint)
+
+    def _find_hint(self, name: str) -> Any:
         """Return the type of an option, as far as the class or its bases say it themselves."""
         group, _, argument = name.rpartition(".")
-        for kind in self._kinds[group].__mro__ if group in self._kinds else ():
+        kind = self._kinds.get(group) or (self._find_hint(group) if group else None)
+        for each in kind.__mro__ if isinstance(kind, type) else ():
             try:
-                hints = typing.get_type_hints(inspect.unwrap(vars(kind)["__init__"]))
+                hints = typing.get_type_hints(inspect.unwrap(vars(each)["__init__"]))
             except (KeyError, NameError, TypeError):  # no constructor, or names for checkers only
                 continue
             if argument in hints:
-                return _type_text(hints[argument])
-        return ""
+                return hints[argument]
+        return None
 
     def _find_source(self, name: str) -> str:
         """Return the file that gives an option, as `` (in run.yaml)``; empty if the words do."""
@@ -151,6 +163,8 @@ def _type_text(hint: Any) -> str:
         return " or ".join(map(_type_text, get_args(hint)))
     if get_origin(hint) is Literal:
         return " or ".join(map(json.dumps, get_args(hint)))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return " or ".join(hint.__members__)
     if isinstance(hint, type) and not get_args(hint):
         return hint.__name__
     return re.sub(r"[\w.]+\.(?=\w)", "", str(hint))

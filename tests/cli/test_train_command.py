@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
 import os
 import signal
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import nn
 
 import helios
 from helios.cli import main
@@ -176,13 +179,14 @@ _MISTAKES = {
     "--trainer.devices 2": "--trainer.devices. Did you mean use_cpu and gpus",
     "--model.lr fast": "--model.lr must be float, got 'fast'.",
     "--data.batch_size 2.5": "--data.batch_size must be int, got '2.5'.",
-    "--trainer.precision bf17": '"fp32" or "bf16" or "fp16" or null, got \'bf17\'',
+    "--trainer.precision bf17": '"fp32" or "bf16" or "fp16" or null, got \'bf17\'.',
     "--trainer.max_epochs -1": "Trainer(max_epochs=...) must be None or a positive int, got -1.",
     "--trainer.store.keep_last x": "--trainer.store.keep_last must be int or null, got 'x'.",
     "--trainer.store.keep_lst 1": "Did you mean --trainer.store.keep_last?",
     "--trainer.plugins+=EarlyStopping --trainer.plugins.metric loss": "--trainer.plugins.patience "
     "is required: int.",
     "--trainer.plugins+=EMA --trainer.plugins.decoy 1": "Did you mean --trainer.plugins.decay?",
+    "--trainer.plugins+=EarlyStoping": "got 'EarlyStoping'. Did you mean EarlyStopping?",
     "--trainer.engine nowhere.Engine": "--trainer.engine: No module named 'nowhere'",
     "--config typo.yaml": "There is no option --model.widht (in typo.yaml). Did you mean "
     "--model.width?",
@@ -220,6 +224,61 @@ def test_an_option_without_a_default_is_asked_for(tmp_path: Path) -> None:
 
     with pytest.raises(ArgumentError, match=r"--data.folder is required: Path."):
         helios.run(Net, Other, ["fit", "--trainer.max_epochs", "1"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    rate: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
+class Shape(enum.Enum):
+    WIDE = 1
+    DEEP = 2
+
+
+class Nested(Net):
+    def __init__(
+        self,
+        optimizer: Optimizer = Optimizer(),
+        act: nn.Module | None = None,
+        shape: Shape = Shape.WIDE,
+        free=None,  # type: ignore[no-untyped-def]
+        **others: Any,
+    ) -> None:
+        super().__init__(**others)
+        self.made = (optimizer, act, shape, free)
+
+
+def test_arguments_may_be_objects_and_come_back_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    setup = Net.setup
+
+    def note(self: Any) -> None:
+        setup(self)
+        made.append((*self.made[::2], self.made[1].negative_slope, self.made[3], self.width))
+
+    monkeypatch.setattr(Nested, "setup", note, raising=False)
+    words = [
+        "--model.optimizer.rate",
+        "0.3",
+        "--model.act",
+        "torch.nn.LeakyReLU",
+        "--model.shape",
+        "DEEP",
+    ]
+    words += ["--model.act.negative_slope", "0.2", "--model.free", "1e-3", "--model.width", "4"]
+    given = {"chkpt_root": tmp_path, "max_epochs": 1}
+    assert helios.run(Nested, Data, ["fit", *_OPTIONS, *words], **given)
+    again = ["--config", str(tmp_path / "net" / "config.yaml"), "--trainer.max_epochs", "2"]
+    assert helios.run(Nested, Data, ["fit", *_OPTIONS, *again], **given)
+    assert made == [(Optimizer(0.3), Shape.DEEP, 0.2, 1e-3, 4)] * 2
+    with pytest.raises(ArgumentError, match=r"--model.optimizer.rate must be float, got 'x'"):
+        helios.run(Nested, Data, ["fit", "--model.optimizer.rate", "x"], **given)
+    with pytest.raises(ArgumentError, match=r"--model.shape must be WIDE or DEEP, got 'TALL'"):
+        helios.run(Nested, Data, ["fit", "--model.shape", "TALL"], **given)
 
 
 def test_the_command_and_the_length_are_asked_for() -> None:
