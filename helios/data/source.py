@@ -456,7 +456,9 @@ class Source(ABC):
         """Return the indices of one iteration in a pass without a limit."""
         return None
 
-    def fetch_again(self, epoch: int, batch: int) -> tuple[list[Any], list[Content]] | None:
+    def fetch_again(
+        self, epoch: int, batch: int, times: int = 1
+    ) -> list[tuple[list[Any], list[Content]]] | None:
         """Fetch the batches of one iteration once more, beside any pass.
 
         The data set changes as by any fetch; nothing else does.
@@ -464,10 +466,11 @@ class Source(ABC):
         Args:
             epoch: number of the pass, from 0.
             batch: number of the iteration, from 0.
+            times: how often, one right after the other.
 
         Returns:
-            The indices of the samples and what was read, for each replica of this process;
-            ``None`` if only a pass from its beginning would fetch them.
+            For each time the indices of the samples and what was read, for each replica of this
+            process; ``None`` if only a pass from its beginning would fetch them.
         """
         return None
 

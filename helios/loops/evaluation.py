@@ -352,7 +352,10 @@ class ScoringLoop(EvaluationLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._log = StepLog(lambda: self._batch_size)
+        self._log = StepLog(self._find_batch_size)
+
+    def _find_batch_size(self) -> int | None:
+        return self._batch_size
 
     def reset(self) -> None:
         """Begin a pass with empty totals."""
