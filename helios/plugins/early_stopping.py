@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -136,7 +137,8 @@ class EarlyStopping(Plugin):
             )
             self._has_stopped = False
             self._count = 0
-        score = self.context.gather(self._read())[0]
+        own = read_score(self.context.model.metrics, self._metric, "EarlyStopping")
+        score = self.context.gather(own)[0]
         if not math.isfinite(score):
             _LOGGER.warning(
                 "The validation score %r is %s: plugin %r counts it as no improvement.",
@@ -183,24 +185,6 @@ class EarlyStopping(Plugin):
         self._count = state_dict["count"]
         self._has_stopped = state_dict["has_stopped"]
 
-    def _read(self) -> float:
-        scores = self.context.model.metrics
-        if self._metric not in scores:
-            raise UsageError(
-                f"EarlyStopping(metric={self._metric!r}) must name a validation score; there are "
-                f"{sorted(scores) or 'none'}. Return it from valid_step, put it into "
-                "self.val_scores, or correct the name."
-            )
-        score = scores[self._metric]
-        if isinstance(score, Tensor) and score.numel() == 1:
-            score = score.item()
-        if not isinstance(score, int | float):
-            raise UsageError(
-                f"The validation score {self._metric!r} must be a number for EarlyStopping, got "
-                f"{score!r}. Put a single number into self.val_scores."
-            )
-        return float(score)
-
     def _is_improvement(self, score: float) -> bool:
         if not math.isfinite(score):
             return False
@@ -220,6 +204,34 @@ class EarlyStopping(Plugin):
                 f"(patience {self._patience})"
             )
         return ""
+
+
+def read_score(scores: Mapping[str, Any], metric: str, owner: str) -> float:
+    """Return a validation score as a number.
+
+    Args:
+        scores: the scores of the model, by name.
+        metric: name of the score.
+        owner: what was given the name, for messages.
+
+    Raises:
+        UsageError: if the score is missing, or not a number.
+    """
+    if metric not in scores:
+        raise UsageError(
+            f"{owner}(metric={metric!r}) must name a validation score; there are "
+            f"{sorted(scores) or 'none'}. Return it from valid_step, put it into "
+            "self.val_scores, or correct the name."
+        )
+    score = scores[metric]
+    if isinstance(score, Tensor) and score.numel() == 1:
+        score = score.item()
+    if not isinstance(score, int | float):
+        raise UsageError(
+            f"The validation score {metric!r} must be a number for {owner}, got "
+            f"{score!r}. Put a single number into self.val_scores."
+        )
+    return float(score)
 
 
 def _is_finite(value: object) -> bool:
