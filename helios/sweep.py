@@ -221,16 +221,19 @@ class Sweep:
         """Print and draw the trials of the sweep, and return them."""
         results = journal.list_results()
         write_line("\n".join(_make_table(results)))
-        if running := [each.number for each in results if each.state == "running"]:
+        running = sorted(each.number for each in results if each.state == "running")
+        if running:
             write_line(
-                f"{count_text(len(running), 'trial')} still run in other processes: "
-                f"{', '.join(map(str, sorted(running)))}. Run the script again if these end early."
+                f"Still running in other processes: {count_text(len(running), 'trial')} "
+                f"({', '.join(map(str, running))}). If they end early, run the script again."
             )
-        try:
-            with journal.lock:
+        with journal.lock:
+            if not running:
+                files.remove_folder(self.folder / _LOCKS)
+            try:
                 _draw(results, self._mode, self.folder / _PICTURE)
-        except ImportError:
-            write_line(f'For a picture, {_PICTURE}: pip install "helios-trainer[report]"')
+            except ImportError:
+                write_line(f'For a picture, {_PICTURE}: pip install "helios-trainer[report]"')
         return results
 
 
@@ -571,11 +574,7 @@ class _Journal:
             )
             yield Trial(self, study, trial_id, seed)
         finally:
-            with self.lock:
-                lock.release()
-                for folder in (lock.path.parent, lock.path.parent.parent):
-                    with contextlib.suppress(OSError):
-                        files.remove_empty_folder(folder)
+            lock.release()
 
     def _take(self, num_trials: int) -> tuple[int, int, FolderLock] | None:
         """Return the id and the number of a trial, and its lock; ``None`` if there is none."""
