@@ -19,7 +19,7 @@ import matplotlib.figure  # noqa: F401 - which each child would import
 import optuna
 import pytest
 import torch
-from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
+from optuna.pruners import HyperbandPruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -126,13 +126,13 @@ def train_trial(trial: Trial, tick: Callable[[], None] = nothing, **options: Any
 
 
 def compute(trial: Trial) -> float:
-    """Answer without training, after three reports."""
+    """Answer without training, after three reports and more."""
     x = trial.suggest_float("x", -4, 4)
     kind = trial.suggest_categorical("kind", ["a", "b"])
     n = trial.suggest_int("n", 1, 5)
     score = x * x + (kind == "a") + n / 4
     assert trial.folder.is_dir()
-    for step in range(1, 4):
+    for step in range(1, 4 + trial.number):
         trial.report(score + 1 / step, step)
         if trial.should_prune():
             raise optuna.TrialPruned
@@ -334,7 +334,63 @@ def test_what_is_suggested_does_not_depend_on_starts(
     ]
     assert starts == dict.fromkeys(range(10), 3)
     assert len({json.dumps(each.params) for each in whole}) == 10
+    assert all(each.folder.is_dir() for each in whole)
     assert [each.score for each in whole] == sorted(each.score for each in whole)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: MedianPruner(2),
+        lambda: SuccessiveHalvingPruner(1, 2),
+        lambda: HyperbandPruner(1, "auto", 2),
+    ],
+    ids=["median", "halving", "hyperband"],
+)
+def test_what_is_pruned_does_not_depend_on_starts(
+    make: Callable[[], optuna.pruners.BasePruner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trial is interrupted once in its suggestions, in each decision and after each report."""
+    passed = set()
+    decide = type(make()).prune
+
+    def stop_once(*place: Any) -> None:
+        if place not in passed:
+            passed.add(place)
+            raise Stopped
+
+    def decide_and_stop(pruner: Any, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
+        decision = decide(pruner, study, trial)
+        stop_once("decision", trial.number, trial.last_step)
+        return decision
+
+    def disturbed(trial: Trial) -> float:
+        report = trial.report
+
+        def report_and_stop(value: float, step: int) -> None:
+            report(value, step)
+            stop_once("report", trial.number, step)
+
+        trial.report = report_and_stop
+        trial.suggest_float("x", -4, 4)
+        stop_once("x", trial.number)
+        return compute(trial)
+
+    def start(name: str, objective: Objective) -> None:
+        sampler = TPESampler(n_startup_trials=3)
+        Sweep(tmp_path / name, "min", sampler=sampler, pruner=make()).run(objective, 12)
+
+    start("whole", compute)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(make()), "prune", decide_and_stop)
+        while True:
+            with contextlib.suppress(Stopped):
+                start("disturbed", disturbed)
+                break
+    whole = read(tmp_path / "whole")
+    assert read(tmp_path / "disturbed") == whole
+    assert {"COMPLETE", "PRUNED"} == {trial["state"] for trial in whole}
+    assert len(passed) == 12 + 2 * sum(len(trial["reported"]) for trial in whole)
 
 
 def test_another_seed_suggests_other_parameters_and_is_refused_in_the_same_folder(
