@@ -13,6 +13,7 @@ import copy
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
 
-from helios.best import NO_MODE, Mode, check_mode
+from helios.best import NO_MODE, Mode, check_mode, is_better
 from helios.cli.output import table
 from helios.core import rng
 from helios.errors import (
@@ -111,6 +112,9 @@ class Sweep:
         ArgumentError: for another sampler, whose suggestions depend on what it drew before a kill,
             and for other invalid values.
         ArgumentTypeError: for a folder that is no path.
+
+    Attributes:
+        folder: the folder.
     """
 
     def __init__(
@@ -168,8 +172,8 @@ class Sweep:
 
         Raises:
             UsageError: under torchrun or srun, or if the objective does not return a number.
-            RunMismatchError: if the sweep was started with another seed, mode, sampler or grid, or
-                a trial with other parameters.
+            RunMismatchError: if the sweep was started with another seed, mode, sampler, pruner or
+                grid, or a trial with other parameters.
             BaseException: whatever the objective raises.
         """
         refuse_nested_start()
@@ -219,21 +223,21 @@ class Sweep:
 
     def _conclude(self, journal: _Journal) -> list[TrialResult]:
         """Print and draw the trials of the sweep, and return them."""
-        results = journal.list_results()
-        write_line("\n".join(_make_table(results)))
-        running = sorted(each.number for each in results if each.state == "running")
+        with journal.lock:
+            results = journal.list_results()
+            running = sorted(each.number for each in results if each.state == "running")
+            if not running:
+                files.remove_folder(self.folder / _LOCKS)
+            write_line("\n".join(_make_table(results)))
+            try:
+                _draw(results, self._mode, self.folder / _PICTURE)
+            except ImportError:
+                write_line(f'For a picture, {_PICTURE}: pip install "helios-trainer[report]"')
         if running:
             write_line(
                 f"Still running in other processes: {count_text(len(running), 'trial')} "
                 f"({', '.join(map(str, running))}). If they end early, run the script again."
             )
-        with journal.lock:
-            if not running:
-                files.remove_folder(self.folder / _LOCKS)
-            try:
-                _draw(results, self._mode, self.folder / _PICTURE)
-            except ImportError:
-                write_line(f'For a picture, {_PICTURE}: pip install "helios-trainer[report]"')
         return results
 
 
@@ -316,37 +320,33 @@ def _perform(
 ) -> None:
     """Train a trial, and write into the journal how it has ended."""
     score: float | None = None
-    state = TrialState.COMPLETE
     try:
-        score = _as_score(objective(trial), trial)
+        score = _get_score(trial, objective)
+        state = TrialState.FAIL if math.isnan(score) else TrialState.COMPLETE
     except optuna.TrialPruned:
         state = TrialState.PRUNED
     except catch as error:
         state = TrialState.FAIL
-        _LOGGER.warning("Trial %d has failed: %s: %s", trial.number, type(error).__name__, error)
-    if score is None and state is TrialState.COMPLETE:
-        state = TrialState.PRUNED
-    elif score is not None and math.isnan(score):
-        state = TrialState.FAIL
-    if state is not TrialState.COMPLETE:
-        score = None
+        _LOGGER.warning("Trial %d: %s: %s", trial.number, type(error).__name__, error)
     if isinstance(trial.study.sampler, GridSampler):
         # At its end, a grid stops what does not run here: Study.optimize.
         trial.study.sampler = RandomSampler()
-    told = trial.study.tell(trial, score, state)
-    shown = "" if told.value is None else f", {number_text(told.value)}"
+    told = trial.study.tell(trial, score if state is TrialState.COMPLETE else None, state)
     params = ", ".join(f"{name} {_as_text(value)}" for name, value in told.params.items())
-    write_line(f"Trial {trial.number} is {_STATES[state]}{shown}: {params}")
+    shown = "" if told.value is None else f" with {number_text(told.value)}"
+    write_line(f"Trial {trial.number} {_STATES[state]}{shown}: {params}")
 
 
-def _as_score(value: Any, trial: Trial) -> float | None:
-    """Return what an objective has returned as a number; ``None`` if the trial is pruned.
+def _get_score(trial: Trial, objective: Callable[[Trial], float]) -> float:
+    """Train a trial, and return its score.
 
     Raises:
-        UsageError: if it is no number.
+        TrialPruned: if the pruner has ended it, whatever the objective returns.
+        UsageError: if the objective returns no number.
     """
+    value: Any = objective(trial)
     if trial.should_prune():
-        return None
+        raise optuna.TrialPruned
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -389,7 +389,8 @@ class _Pruning(Plugin):
         """Report the score, and request the end of the run if the pruner decides so."""
         if not self._is_training:
             return
-        score = read_score(self.context.model.metrics, self._metric, "Trial.pruning")
+        own = read_score(self.context.model.metrics, self._metric, "Trial.pruning")
+        score = self.context.gather(own)[0]
         is_pruned = self.context.global_rank == 0 and self._journal.report(
             self._trial_id, validation_cycle, score
         )
@@ -469,12 +470,10 @@ class _JournalLock(JournalFileOpenLock):
         if not self._path.exists():
             return
         with self._path.open("rb") as journal:
-            size = journal.seek(0, 2)
-            journal.seek(max(size - 1, 0))
-            if journal.read() in (b"", b"\n"):
-                return
-            journal.seek(0)
-            files.truncate(self._path, journal.read().rfind(b"\n") + 1)
+            journal.seek(max(journal.seek(0, os.SEEK_END) - 1, 0))
+            is_finished = journal.read() in (b"", b"\n")
+        if not is_finished:
+            files.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
 
 
 def _wait_for(lock: FolderLock) -> None:
@@ -720,22 +719,18 @@ def _draw(results: Sequence[TrialResult], mode: Mode, target: Path) -> None:
     Raises:
         ImportError: without matplotlib.
     """
-    from matplotlib.figure import Figure
+    # Only this needs matplotlib.
+    from helios.reports.charts import draw_trials
 
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.subplots()
-    choose, best = (min, max)[mode == "max"], None
-    steps: list[tuple[int, float]] = []
-    for state, marker in (("finished", "o"), ("pruned", "x")):
-        points = [(x.number, x.score) for x in results if x.state == state and x.score is not None]
-        axes.plot(*zip(*points, strict=True) if points else ([], []), marker, label=state)
+    scores: dict[str, dict[int, float]] = {"finished": {}, "pruned": {}}
+    best: dict[int, float] = {}
+    newest: float | None = None
     for each in sorted(results, key=lambda each: each.number):
-        if each.state == "finished" and each.score is not None:
-            best = each.score if best is None else choose(best, each.score)
-            steps.append((each.number, best))
-    axes.step(*zip(*steps, strict=True) if steps else ([], []), where="post", label="best so far")
-    axes.set_xlabel("trial")
-    axes.set_ylabel("score")
-    axes.legend()
-    with files.replacing(target) as partial:
-        figure.savefig(partial, format=target.suffix[1:])
+        if each.score is None or not math.isfinite(each.score):
+            continue
+        scores[each.state][each.number] = each.score
+        if each.state == "finished" and is_better(each.score, newest, mode):
+            newest = each.score
+        if newest is not None:
+            best[each.number] = newest
+    draw_trials(scores, best, target)
