@@ -74,11 +74,6 @@ class ByOwnState:
 
     holder: Stateful
 
-    @property
-    def name(self) -> str:
-        """The class of the holder."""
-        return type(self.holder).__qualname__
-
 
 @dataclass(frozen=True)
 class CannotResume:
