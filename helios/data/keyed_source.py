@@ -157,11 +157,7 @@ class KeyedSource(Source):
 
     def _place(self, epoch: int, batch: int, sample: int) -> Position:
         return Position(
-            run_seed=self._run_seed,
-            purpose=self._purpose,
-            epoch=epoch,
-            batch=batch,
-            sample=sample,
+            run_seed=self._run_seed, purpose=self._purpose, epoch=epoch, batch=batch, sample=sample
         )
 
     def state_dict(self) -> dict[str, Any]:
