@@ -424,7 +424,7 @@ def test_other_samplers_and_wrong_values_are_refused_by_name(tmp_path: Path) -> 
         with pytest.raises(helios.ArgumentError, match=sampler.__name__):
             Sweep(tmp_path, "min", sampler=sampler())
     with pytest.raises(helios.ArgumentError, match="mode"):
-        Sweep(tmp_path)
+        Sweep(tmp_path, "best")  # type: ignore[arg-type]
     with pytest.raises(helios.ArgumentError, match="random_seed"):
         Sweep(tmp_path, "min", random_seed=1.5)
     with pytest.raises(helios.ArgumentError, match="NopPruner"):

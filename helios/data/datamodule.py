@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
 from typing_extensions import final
 
 from helios.data.loader import LoaderPair, build_loader
@@ -69,7 +77,9 @@ Datasets: TypeAlias = Dataset | list[Dataset] | tuple[Dataset, ...] | Mapping[st
 TrainingLoader: TypeAlias = LoaderPair | tuple[Steps, None]
 """The training loader with its sampler; a ``Steps`` has none."""
 
-Assigned: TypeAlias = Dataset | Sequence[Dataset] | Mapping[str, Dataset] | None
+Assigned: TypeAlias = (
+    Dataset | DataLoader[Any] | Sequence[Dataset | DataLoader[Any]] | Mapping[str, Any] | None
+)
 """What ``setup`` may assign as the data of an evaluation."""
 
 LoaderPairs: TypeAlias = LoaderPair | list[LoaderPair] | dict[str, LoaderPair]
@@ -130,11 +140,12 @@ class DataModule(ABC):
             predict: the data set for prediction, or a dict of several by name.
             **params: options of :class:`DataLoaderParams`. The order is that of the training data:
                 ``shuffle``, ``drop_last``, ``sampler`` and ``batch_sampler`` are not for the
-                others, which are read from beginning to end.
+                others, which are read from beginning to end. A ``DataLoader`` in the place of a
+                data set keeps its own options.
 
         Raises:
             ArgumentError: if an option is invalid.
-            ArgumentTypeError: for a ``DataLoader`` in the place of a data set.
+            ArgumentTypeError: for a ``DataLoader`` that is not plain.
 
         Example:
             >>> data = DataModule.from_datasets(train=range(8), valid=range(4), batch_size=2)
@@ -142,7 +153,7 @@ class DataModule(ABC):
             (4, [tensor([0, 1]), tensor([2, 3])])
         """
         given = {"train": train, "valid": valid, "test": test, "predict": predict}
-        # A name that is no option is a TypeError, also if no data needs options.
+        # A name that is no option is a TypeError, also if all data has options of its own.
         DataLoaderParams(**params)
         return _FromDatasets(given, params)
 
@@ -150,12 +161,13 @@ class DataModule(ABC):
     def train_dataset(self) -> Any:
         """The data set for training, or ``None``.
 
-        What is assigned to it, and to the other data sets, is created by :meth:`create_dataset`.
+        What is assigned to it, and to the other data sets, is created by :meth:`create_dataset`, or
+        a plain ``torch.utils.data.DataLoader``, which is read for its data set and options.
         """
         return _dataset_of(self._train_dataset)
 
     @train_dataset.setter
-    def train_dataset(self, dataset: Dataset | Steps | None) -> None:
+    def train_dataset(self, dataset: Dataset | Steps | DataLoader[Any] | None) -> None:
         self._train_dataset = _take(self, "train_dataset", dataset)
 
     @property
@@ -302,15 +314,17 @@ class _FromDatasets(DataModule):
 
 
 def _take(module: DataModule, attribute: str, found: Any) -> Any:
-    """Return what is assigned as a data set.
+    """Return what is assigned as a data set, with the options of a plain loader.
 
     Raises:
-        ArgumentTypeError: if it is not created by ``create_dataset``.
+        ArgumentTypeError: if it is neither created by ``create_dataset`` nor a plain loader.
     """
     if isinstance(found, Mapping):
         return {name: _take(module, attribute, each) for name, each in found.items()}
     if isinstance(found, list | tuple):
         return [_take(module, attribute, each) for each in found]
+    if isinstance(found, DataLoader):
+        return module.create_dataset(found.dataset, _take_apart(found, attribute))
     if found is None or isinstance(found, Dataset | Steps):
         return found
     raise ArgumentTypeError(
@@ -341,3 +355,77 @@ def _dataset_of(pairs: Datasets | Steps | None) -> Any:
     if isinstance(pairs, list | tuple):
         return [_dataset_of(pair) for pair in pairs]
     return pairs.dataset if isinstance(pairs, Dataset) else pairs
+
+
+def _take_apart(loader: DataLoader[Any], attribute: str) -> DataLoaderParams:
+    """Return the options of a loader.
+
+    A random order is that of Helios, which a resumed run repeats.
+
+    Args:
+        loader: the loader.
+        attribute: what it was assigned to, such as ``"train_dataset"``.
+
+    Raises:
+        ArgumentTypeError: if no options stand for the loader.
+    """
+    obstacle = _find_obstacle(loader)
+    if obstacle:
+        raise ArgumentTypeError(
+            f"{attribute} must be created by create_dataset, or be a plain DataLoader, but got one "
+            f"with {obstacle}, which could not resume exactly. Write self.{attribute} = "
+            "self.create_dataset(dataset, batch_size=..., shuffle=...); a sampler or batch_sampler "
+            "of your own is an option of it."
+        )
+    return DataLoaderParams(
+        batch_size=loader.batch_size,
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        collate_fn=None if _has_default_collate(loader) else loader.collate_fn,
+        persistent_workers=loader.persistent_workers,
+        prefetch_factor=loader.prefetch_factor,
+        multiprocessing_context=loader.multiprocessing_context,
+        worker_init_fn=loader.worker_init_fn,
+        worker_timeout=loader.timeout or DataLoaderParams.worker_timeout,
+    )
+
+
+def _has_own_batch_sampler(loader: DataLoader[Any]) -> bool:
+    # PyTorch makes one for each batch size.
+    return loader.batch_size is None and loader.batch_sampler is not None
+
+
+def _has_default_collate(loader: DataLoader[Any]) -> bool:
+    is_batched = loader.batch_sampler is not None
+    return loader.collate_fn is (default_collate if is_batched else default_convert)
+
+
+def _find_obstacle(loader: DataLoader[Any]) -> str:
+    """Return what of a loader has no option; empty if there is nothing."""
+    if type(loader) is not DataLoader:
+        return f"the class {type(loader).__name__}"
+    batches = loader.batch_sampler
+    if _has_own_batch_sampler(loader) or type(batches) not in (BatchSampler, type(None)):
+        return f"a batch_sampler of its own, a {type(batches).__name__}"
+    if loader.generator is not None:
+        return "a generator of its own"
+    if not loader.in_order:
+        return "in_order=False"
+    if isinstance(loader.dataset, IterableDataset):
+        return ""
+    sampler = loader.sampler
+    return "" if _is_plain(sampler, loader.dataset) else f"a {type(sampler).__name__} of its own"
+
+
+def _is_plain(sampler: object, dataset: object) -> bool:
+    if type(sampler) is SequentialSampler:
+        return sampler.data_source is dataset
+    return (
+        type(sampler) is RandomSampler
+        and sampler.data_source is dataset
+        and not sampler.replacement
+        and sampler.generator is None
+        and sampler.num_samples == len(sampler.data_source)
+    )

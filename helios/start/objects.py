@@ -215,6 +215,15 @@ def check_batch_processor(model: Model, *, is_inference: bool = False) -> None:
         )
 
 
+def note_own_log(model: Model) -> None:
+    """Log that a model has something of its own in the place of ``Model.log``, which counts."""
+    if "log" in vars(model) or type(model).log is not Model.log:
+        _LOGGER.info(
+            "%s.log is its own, so it does not log means of steps. Rename it to use Model.log.",
+            type(model).__name__,
+        )
+
+
 class PluginTable(UserDict[str, Plugin]):
     """Plugins by id, in order of registration; fixed while a run uses them."""
 

@@ -56,6 +56,7 @@ from helios.start.objects import (
     PluginTable,
     Roots,
     check_batch_processor,
+    note_own_log,
     warn_of_unknown_hooks,
 )
 from helios.start.options import Options
@@ -639,6 +640,7 @@ class Run:
         check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
+        note_own_log(self.model)
         self.renew_hooks()
 
     def renew_hooks(self) -> None:

@@ -8,9 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
 )
 
 from helios.data import DataLoaderParams, DataModule, Steps
@@ -187,6 +192,70 @@ def test_what_is_no_data_set_with_options_is_an_error_where_it_is_assigned() -> 
         Short(lambda module: Indices(3)).setup()
 
 
-def test_a_loader_is_no_data_set() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"train_dataset must be created by self\.create"):
-        DataModule.from_datasets(train=DataLoader(Indices(4)))
+def add_up(samples: list[int]) -> Any:
+    return torch.tensor([sum(samples)])
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(Indices(10), batch_size=4),
+        DataLoader(Indices(10), batch_size=4, drop_last=True, collate_fn=add_up),
+        DataLoader(Indices(10), batch_size=None),
+        DataLoader(Indices(10), batch_size=3, num_workers=1, prefetch_factor=3),
+        DataLoader(Numbered(), batch_size=2),
+    ],
+    ids=["batches", "collated", "single", "workers", "stream"],
+)
+def test_a_plain_loader_is_taken_apart_to_the_same_batches(loader: DataLoader[Any]) -> None:
+    module = Short(lambda module: loader)
+    module.setup()
+    for found in (module, DataModule.from_datasets(train=loader, valid=loader, batch_size=7)):
+        assert found.train_dataset is loader.dataset
+        assert batches_of(found.train_dataloader()) == as_lists(list(loader))
+        mine, _ = found.train_dataloader()
+        assert mine.num_workers == loader.num_workers
+        assert mine.prefetch_factor == loader.prefetch_factor
+
+
+def test_a_plain_loader_that_shuffles_is_shuffled_in_an_order_that_resumes() -> None:
+    module = Short(lambda module: DataLoader(Indices(10), batch_size=5, shuffle=True))
+    module.setup()
+    _, sampler = module.train_dataloader()
+    assert isinstance(sampler, ResumableRandomSampler)
+    loaders = module.valid_dataloader()
+    assert sorted(join(batches_of(loaders))) == list(range(10))
+
+
+DATA = Indices(4)
+
+
+@pytest.mark.parametrize(
+    ("loader", "obstacle"),
+    [
+        (
+            DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 4, 4), batch_size=2),
+            "a WeightedRandomSampler of its own",
+        ),
+        (
+            DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True), drop_last=True),
+            "a RandomSampler of its own",
+        ),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=2)), "a RandomSampler"),
+        (DataLoader(DATA, sampler=RandomSampler(Indices(3))), "a RandomSampler"),
+        (DataLoader(DATA, sampler=SequentialSampler(Indices(3))), "a SequentialSampler"),
+        (DataLoader(DATA, shuffle=True, generator=torch.Generator()), "a generator of its own"),
+        (
+            DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 2, False)),
+            "a batch_sampler of its own, a BatchSampler",
+        ),
+        (DataLoader(DATA, num_workers=2, in_order=False), "in_order=False"),
+        (type("Own", (DataLoader,), {})(DATA), "the class Own"),
+    ],
+)
+def test_a_loader_that_no_options_stand_for_is_an_error_that_writes_the_replacement(
+    loader: DataLoader[Any], obstacle: str
+) -> None:
+    with pytest.raises(ArgumentTypeError, match=re.escape(f"with {obstacle}")) as caught:
+        DataModule.from_datasets(train=loader)
+    assert "Write self.train_dataset = self.create_dataset(dataset, " in str(caught.value)
