@@ -32,7 +32,7 @@ from helios.replicas.gradients import (
     norm_by_rows,
 )
 from helios.replicas.replicas import Replicas
-from helios.sharding.step_draws import StepDraws
+from helios.sharding.requirements import StepDraws
 
 
 def redefines(owner: object, base: type, name: str) -> bool:
