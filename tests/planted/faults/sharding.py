@@ -78,7 +78,7 @@ def what_setup_writes_outside_of_initializers_is_lost(is_repeated, init, *args):
 
 
 @fault(
-    "helios.sharding.unit_calls:UnitCalls._compare_one",
+    "helios.sharding.sharded_gradients:UnitCalls._compare_one",
     "tests/sharding/test_unit_calls.py::test_other_units_are_named_before_they_are_gathered",
 )
 def processes_may_gather_different_units(compare_one, calls, *args):
