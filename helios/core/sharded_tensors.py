@@ -60,9 +60,11 @@ class RowSource(Protocol):
 
     Attributes:
         name: the path of the tensor in its checkpoint.
+        shape: the shape of the whole tensor.
     """
 
     name: str
+    shape: tuple[int, ...]
 
     def read_rows(self, first: int, count: int) -> Tensor:
         """Return rows on the CPU, in memory of their own.
@@ -188,7 +190,8 @@ def read_deferred(tensor: Tensor, share: RowShare | None = None) -> Tensor:
         share: which rows; ``None`` for all of them.
     """
     source: RowSource = vars(tensor)[_SOURCE]
-    first, end = (0, len(tensor)) if share is None else share.rows(len(tensor))
+    count = source.shape[0]
+    first, end = (0, count) if share is None else share.rows(count)
     return source.read_rows(first, end - first)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from helios.errors import UsageError
+from helios.errors import RankError, UsageError
 
 
 def dumps(value: Any) -> bytes:
@@ -86,11 +86,11 @@ def _check_main(names: set[str]) -> None:
         )
 
 
-def pack_error(error: BaseException) -> bytes | None:
-    """Pickle an error for ``pickle.loads``; ``None`` if that would not restore it."""
+def pack_error(error: BaseException) -> bytes:
+    """Pickle an error, or one with its text if it could not be restored."""
     with contextlib.suppress(Exception):
         data = pickle.dumps(error)
         again = pickle.loads(data)
         if type(again) is type(error) and str(again) == str(error):
             return data
-    return None
+    return pickle.dumps(RankError(f"{type(error).__name__}: {error}"))

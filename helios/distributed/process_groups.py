@@ -11,9 +11,11 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import logging
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -22,15 +24,16 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from helios.distributed.deadlines import in_time
 from helios.errors import RankError, UsageError
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
+_LOGGER = logging.getLogger(__name__)
+TIMEOUT = timedelta(minutes=30)
 # Rank 0 may write a large checkpoint to a slow disk while the others wait; a process that died is
 # detected by its closed connections, and by its launcher, not by this timeout.
 CONTROL_TIMEOUT = timedelta(hours=2)
-_DESTROY_SECONDS = 2.0
-_TORCHRUN_MEETING, _START_KEY, _POLL_SECONDS = "env://", "helios/start", 0.02
+_DESTROY_SECONDS, _STORE_SECONDS, _POLL_SECONDS = 2.0, 2.0, 0.02
+_TORCHRUN = "env://"
+_START_KEY, _FAILED_KEY = "helios/start", "failed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,6 @@ def join_group(
     backend: str,
     meeting: str = "",
     store: Any = None,
-    timeout: timedelta = DEFAULT_TIMEOUT,
     device: torch.device | None = None,
 ) -> None:
     """Join the default group and the control group, together with all other ranks.
@@ -101,7 +103,6 @@ def join_group(
             ``"file:///path"`` of a file that does not exist yet, or ``"env://"`` for torchrun's
             variables. A single process needs none.
         store: a store that only these ranks know, in place of a meeting.
-        timeout: timeout of collectives in the default group.
         device: the GPU of this process, for NCCL.
 
     Raises:
@@ -113,13 +114,13 @@ def join_group(
         # reference to the group, whose threads then abort the process when it exits.
         torch.optim.SGD([torch.zeros(1)])
     if store is None:
-        store = _meet(info, meeting, timeout)
+        store = _meet(info, meeting)
     dist.init_process_group(
         backend,
         store=store,
         rank=info.rank,
         world_size=info.world_size,
-        timeout=timeout,
+        timeout=TIMEOUT,
         device_id=device,
     )
     try:
@@ -135,21 +136,20 @@ def _adopt_group(info: DistributedInfo, store: Any = None) -> None:
     _Process.membership = _Membership(world, info, control, store)
 
 
-def _meet(info: DistributedInfo, meeting: str, timeout: timedelta) -> Any:
+def _meet(info: DistributedInfo, meeting: str) -> Any:
     if info.world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     store = _Process.stores.get(meeting)
     if store is None:
-        found = dist.rendezvous(meeting, info.rank, info.world_size, timeout=timeout)  # type: ignore[attr-defined]
+        found = dist.rendezvous(meeting, info.rank, info.world_size, timeout=TIMEOUT)  # type: ignore[attr-defined]
         store, _, _ = next(found)
-        is_torchrun = meeting == _TORCHRUN_MEETING
-        name = _name_start(store, info, timeout) if is_torchrun else urlsplit(meeting).path
+        name = _name_start(store, info) if meeting == _TORCHRUN else urlsplit(meeting).path
         store = _Process.stores[meeting] = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     _Process.num_joins += 1
     return dist.PrefixStore(f"helios/{_Process.num_joins}", store)  # type: ignore[attr-defined]
 
 
-def _name_start(store: Any, info: DistributedInfo, timeout: timedelta) -> str:
+def _name_start(store: Any, info: DistributedInfo) -> str:
     """Agree on a name that only the ranks of this start know.
 
     torchrun keeps its store when it restarts all ranks, so addresses of previous ranks could be
@@ -164,10 +164,10 @@ def _name_start(store: Any, info: DistributedInfo, timeout: timedelta) -> str:
     if info.rank == 0:
         store.set(_START_KEY, own)
         calls = [f"{own}/{rank}" for rank in others]
-        store.wait(calls, timeout)
+        store.wait(calls, TIMEOUT)
         store.set(f"{own}/answer", " ".join(store.get(call).decode() for call in calls))
         return own
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
     while time.monotonic() < deadline:
         name: str = store.get(_START_KEY).decode()
         store.set(f"{name}/{info.rank}", own)
@@ -176,7 +176,7 @@ def _name_start(store: Any, info: DistributedInfo, timeout: timedelta) -> str:
             return name
         time.sleep(_POLL_SECONDS)
     raise RankError(
-        f"Rank {info.rank} of {info.world_size} has waited {timeout} for the other ranks, but not "
+        f"Rank {info.rank} of {info.world_size} has waited {TIMEOUT} for the other ranks, but not "
         "all of them joined. Check their logs, and start all of them again."
     )
 
@@ -285,7 +285,7 @@ def saving_group() -> dist.ProcessGroup:
         with collective("saving_group"):
             # A rank that is gone is noticed here at once, and not while a group forms.
             dist.barrier(group=known.control)
-            known.saves = dist.new_group(backend="gloo", timeout=DEFAULT_TIMEOUT)
+            known.saves = dist.new_group(backend="gloo", timeout=TIMEOUT)
     return known.saves
 
 
@@ -304,7 +304,7 @@ def has_lost_rank() -> bool:
 
     def look() -> bool:
         try:
-            return bool(store.check([_KEY]))
+            return bool(store.check([_FAILED_KEY]))
         except RuntimeError:
             # Rank 0 may be the server of the store, and be the rank that has failed.
             return True
@@ -361,10 +361,6 @@ def collective(name: str) -> Iterator[None]:
         raise
 
 
-_KEY = "failed"
-_STORE_SECONDS = 2.0
-
-
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error, or one of its causes, is the consequence of another rank's failure.
 
@@ -384,4 +380,25 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def note_failure(store: Any) -> None:
     """Tell the ranks that share a store that this one ends with an error."""
-    in_time(lambda: store.set(_KEY, ""), _STORE_SECONDS)
+    in_time(lambda: store.set(_FAILED_KEY, ""), _STORE_SECONDS)
+
+
+def in_time(work: Callable[[], Any], seconds: float) -> Any:
+    """Return what some work returns; ``None`` if it takes longer, or if disk or network fail.
+
+    Args:
+        work: done in a thread, which is left alone if it waits forever.
+        seconds: how long this waits.
+    """
+    found = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except (OSError, RuntimeError) as error:
+            _LOGGER.debug("It failed.", exc_info=error)
+
+    thread = threading.Thread(target=run, name="helios-in-time", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None

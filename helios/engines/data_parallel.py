@@ -15,11 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from helios.core.wrappers import inside
 from helios.distributed.collectives import home_of
 from helios.distributed.process_groups import collective, is_dist_active
-from helios.errors import ArgumentTypeError, UsageError
+from helios.errors import UsageError
 from helios.replicas.replicas import Replicas
 from helios.replicas.tree_reducer import TreeReducer
-
-_OWN_OPTIONS = ("device_ids", "output_device", "process_group")
 
 
 def wrap(
@@ -32,7 +30,6 @@ def wrap(
 ) -> nn.Module:
     """Return a module whose backward computes the mean gradient; see ``Engine.wrap``."""
     options = options or {}
-    _check(module, options)
     module = module.to(device)
     if not is_dist_active() or is_wrapped(module):
         return module
@@ -51,20 +48,6 @@ def wrap(
         wrapped = DistributedDataParallel(module, device_ids=ids, **options)
         wrapped.register_comm_hook(make_reducer(), _add_along_tree)
     return wrapped
-
-
-def _check(module: object, options: dict[str, Any]) -> None:
-    if not isinstance(module, nn.Module):
-        raise ArgumentTypeError(
-            f"Engine.wrap(module=...) must be a module, got {module!r}. Wrap several modules one "
-            "by one."
-        )
-    for name in _OWN_OPTIONS:
-        if name in options:
-            raise UsageError(
-                f"Engine.wrap({name}=...) must be omitted, got {options[name]!r}. The engine "
-                "already has a device and a group."
-            )
 
 
 def _check_replicas(replicas: Replicas) -> None:

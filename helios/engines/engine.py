@@ -32,7 +32,7 @@ from helios.replicas.gradients import (
     norm_by_rows,
 )
 from helios.replicas.replicas import Replicas
-from helios.sharding.step_draws import StepDraws
+from helios.sharding.requirements import StepDraws
 
 
 def redefines(owner: object, base: type, name: str) -> bool:
@@ -215,7 +215,7 @@ class Engine(StandaloneEngine):
         networks: Mapping[str, nn.Module],
         optimizers: Mapping[str, Optimizer],
         units: Mapping[str, nn.Module],
-        prepare: Callable[[str], None] | None = None,
+        prepare: Callable[[Sequence[nn.Module]], None] | None = None,
     ) -> None:
         """Shard networks over the processes, if the run is sharded and there are several.
 
@@ -223,8 +223,8 @@ class Engine(StandaloneEngine):
             networks: the networks by path, the same in all processes.
             optimizers: the optimizers by path, which get the sharded parameters.
             units: modules whose parameters are gathered together, by name.
-            prepare: is called with the name of a unit before it is sharded, and makes it whole;
-                ``None`` if all are.
+            prepare: is called with the modules of a unit before it is sharded, and makes them
+                whole; ``None`` if all are.
 
         Raises:
             UsageError: if this PyTorch cannot do it.

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ class StandaloneEngine:
         ArgumentTypeError: if it is not a device.
     """
 
-    _internals: ClassVar[str] = "_has_joined _means device"
+    _internals: ClassVar[str] = "_has_joined device"
 
     device: torch.device
 
@@ -87,7 +87,6 @@ class StandaloneEngine:
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = _as_device(device)
-        self._means: MetricMean | None = None
         self._has_joined = False
 
     def sync_device(self, value: Any) -> Any:
@@ -156,7 +155,7 @@ class StandaloneEngine:
         return _sync_tensor(tensor, mode)
 
     def sync_metrics(self, metrics: Mapping[str, Any], weight: float = 1) -> Mapping[str, Any]:
-        """Return the weighted mean of each metric over all processes, in one exchange.
+        """Return the weighted mean of each metric over all processes; a collective call.
 
         Args:
             metrics: numbers by name; a process may lack one.
@@ -173,9 +172,7 @@ class StandaloneEngine:
             )
         if not self.is_ddp:
             return metrics
-        if self._means is None or not self._means.is_of_present_group():
-            self._means = MetricMean()
-        return self._means.mean(metrics, weight)
+        return _average(metrics, weight)
 
     def barrier(self) -> None:
         """Wait until all processes have reached this call. Returns at once outside of a group."""
@@ -494,9 +491,10 @@ def _sync_tensor(tensor: Tensor, mode: str | None) -> Any:
             'sync_tensor(mode=...) must be "sum", "mean" or "all" with several processes, got '
             "None. Pass one of them."
         )
-    kinds = _gather_objects("sync_tensor", (tensor.dtype, tuple(tensor.shape)))
     if mode == "all":
-        return _gather(tensor, kinds)
+        found = _gather_objects("sync_tensor", tensor.detach().cpu())
+        return [each.to(tensor.device) for each in found]
+    kinds = _gather_objects("sync_tensor", (tensor.dtype, tuple(tensor.shape)))
     if len(set(kinds)) > 1:
         raise UsageError(
             f'sync_tensor(mode="{mode}") must get tensors of one type and shape on all processes, '
@@ -515,22 +513,6 @@ def _add_over_processes(tensor: Tensor) -> Tensor:
         with collective("sync_tensor"):
             total = reducer.all_reduce({reducer.nodes[0]: flat})
         return total.view(tensor.shape).to(tensor.device)
-
-
-def _gather(tensor: Tensor, kinds: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
-    """Return the tensors of all processes, sent as bytes and padded to the longest."""
-    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
-    home = home_of(tensor)
-    own = torch.zeros(max(sizes), dtype=torch.uint8, device=home)
-    own[: sizes[dist.get_rank()]] = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    found = [torch.empty_like(own) for _ in kinds]
-    if max(sizes):
-        with collective("sync_tensor"):
-            dist.all_gather(found, own)
-    return [
-        part[:size].view(dtype).view(shape).to(tensor.device)
-        for part, size, (dtype, shape) in zip(found, sizes, kinds, strict=True)
-    ]
 
 
 def _gather_objects(name: str, value: Any) -> list[Any]:
@@ -583,36 +565,18 @@ def _expect_success(name: str, texts: list[str]) -> None:
         )
 
 
-@final
-class MetricMean:
-    """Weighted means of metrics over processes, in one exchange unless a name is new.
-
-    Valid for one membership of a process group.
-    """
-
-    def __init__(self) -> None:
-        count, rank = dist.get_world_size(), dist.get_rank()
-        like = torch.empty(0)
-        self._world = dist.group.WORLD
-        self._reducer = NumberReducer(count, num_processes=count, rank=rank, device=home_of(like))
-
-    def is_of_present_group(self) -> bool:
-        """Whether the process is still in the group that this object was created in."""
-        return is_dist_active() and self._world is dist.group.WORLD
-
-    def mean(self, metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
-        """Return the weighted mean of each metric over the processes that have it.
-
-        Raises:
-            UsageError: if all weights of a metric are zero.
-        """
-        table = {name: (float(value) * weight, weight) for name, value in metrics.items()}
-        with collective("sync_metrics"):
-            sums = self._reducer.sum_scores([table])
-        empty = [name for name, (_, total) in sums.items() if total == 0]
-        if empty:
-            raise UsageError(
-                f"sync_metrics(weight=...) must be positive on at least one process for {empty}, "
-                "got 0 on all. Omit metrics without samples."
-            )
-        return {name: total / weights for name, (total, weights) in sums.items()}
+def _average(metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
+    """Return weighted means over the processes that have a metric; see ``Engine.sync_metrics``."""
+    count, home = dist.get_world_size(), home_of(torch.empty(0))
+    reducer = NumberReducer(count, num_processes=count, rank=dist.get_rank(), device=home)
+    with collective("sync_metrics"):
+        sums = reducer.sum_scores(
+            [{key: (float(metrics[key]) * weight, weight) for key in metrics}]
+        )
+    empty = [name for name, (_, total) in sums.items() if total == 0]
+    if empty:
+        raise UsageError(
+            f"sync_metrics(weight=...) must be positive on at least one process for {empty}, "
+            "got 0 on all. Omit metrics without samples."
+        )
+    return {name: total / weights for name, (total, weights) in sums.items()}

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import Any, NoReturn
@@ -62,8 +62,6 @@ class RankQueue:
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Send an item by value; blocks while the pipe is full."""
         self.send((pack_by_value(item, "queue.put(item)"), None))
-
-    put_nowait = put
 
     def send(self, message: tuple[bytes | None, logging.LogRecord | None]) -> None:
         """Send a packed item, or a line of the log."""
@@ -206,23 +204,14 @@ def end_with_launcher() -> None:
     if any(thread.name == _WATCH_NAME for thread in threading.enumerate()):
         return
     parent = multiprocessing.parent_process()
-    launcher = os.getppid() if parent is None or parent.pid is None else parent.pid
-    sentinels = [] if parent is None else [parent.sentinel]
-    if sys.platform != "win32" and os.getpgrp() != os.getpid():
+    launcher = os.getppid() if parent is None else parent.pid
+    if os.getpgrp() != os.getpid():
         # The rank and its loader workers form a process group, so one signal ends all of them.
         os.setpgid(0, 0)
-    threading.Thread(
-        target=_watch, args=(launcher, sentinels), name=_WATCH_NAME, daemon=True
-    ).start()
+    threading.Thread(target=_watch, args=(launcher,), name=_WATCH_NAME, daemon=True).start()
 
 
-def _watch(launcher: int, sentinels: list[int]) -> None:
-    # The pipe is closed at once, unless a process that the launcher forked keeps it open. In that
-    # case the parent's pid changes.
-    while sys.platform == "win32" or os.getppid() == launcher:
-        if wait(sentinels, _POLL_SECONDS):
-            break
-    if sys.platform == "win32":
-        os.kill(os.getpid(), signal.SIGTERM)
-    else:
-        os.killpg(0, signal.SIGKILL)
+def _watch(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_POLL_SECONDS)
+    os.killpg(0, signal.SIGKILL)

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -37,11 +36,7 @@ _LOGGER = logging.getLogger(__name__)
 # How long the loop waits for an end, and so the delay after which a signal is passed on.
 _IDLE_SECONDS = 0.1
 # PyTorch's library installs handlers for these.
-_TAKEN = tuple(
-    number
-    for name, number in signal.Signals.__members__.items()
-    if name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-)
+_TAKEN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class RankTracebackError(Exception):
@@ -221,7 +216,7 @@ class _Launch:
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 # With its loader workers.
-                if sys.platform != "win32" and process.pid is not None:
+                if process.pid is not None:
                     os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         for process in self._processes:
@@ -241,11 +236,6 @@ class _Launch:
         if file.exists():
             packed, text = pickle.loads(file.read_bytes())
             shown = RankTracebackError(f"Raised by rank {rank} of {count}:\n{text}")
-            if packed is None:
-                raise RankError(
-                    f"Rank {rank} of {count} raised an error that cannot be pickled. Its traceback "
-                    "is shown above."
-                ) from shown
             raise pickle.loads(packed) from shown
         if code == ranks.UNGUARDED_EXIT:
             raise UsageError(ranks.describe_unguarded_script())

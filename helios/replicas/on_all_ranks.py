@@ -6,10 +6,9 @@ in a collective: it is raised in all of them, with the same type and message.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from helios.distributed.pickling import pack_error
 from helios.errors import RankError
@@ -40,7 +39,7 @@ def on_each(team: Replicas, function: Callable[[], Result]) -> list[Result]:
     lost: Exception | None = None
     reports: list[Any] = []
     try:
-        reports = team.gather_objects((value, None if own is None else _describe(own)))
+        reports = team.gather_objects((value, None if own is None else pack_error(own)))
     except Exception as error:
         lost = error
     # Outside the exception handlers, so that no error appears as the context of another.
@@ -48,9 +47,10 @@ def on_each(team: Replicas, function: Callable[[], Result]) -> list[Result]:
         raise own
     if lost is not None:
         raise lost
-    for rank, (_, failure) in enumerate(reports):
-        if failure is not None:
-            _raise_again(failure, f"rank {rank} of {team.num_processes}")
+    for rank, (_, packed) in enumerate(reports):
+        if packed is not None:
+            cause = RankError(f"Rank {rank} of {team.num_processes} has raised it first.")
+            raise pickle.loads(packed) from cause
     return [result for result, _ in reports]
 
 
@@ -66,17 +66,3 @@ def on_first(team: Replicas, function: Callable[[], Result]) -> Result:
     """
     results = on_each(team, lambda: function() if team.rank == 0 else None)
     return results[0]  # type: ignore[return-value]
-
-
-def _describe(error: Exception) -> tuple[str, bytes | None]:
-    return f"{type(error).__name__}: {error}", pack_error(error)
-
-
-def _raise_again(failure: tuple[str, bytes | None], place: str) -> NoReturn:
-    text, packed = failure
-    error: BaseException = RankError(f"{place.capitalize()} has failed: {text}")
-    if packed is not None:
-        with contextlib.suppress(Exception):
-            error = pickle.loads(packed)
-            error.__cause__ = RankError(f"{place.capitalize()} has raised it first.")
-    raise error

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError
 
 T = TypeVar("T")
 
@@ -106,15 +106,8 @@ class TreeStack(Generic[T]):
         Args:
             leaf: the leaf of the next replica.
             add: replaces the usual function, for elements that are added already.
-
-        Raises:
-            UsageError: if the stack has all leaves of the block already.
         """
-        if self._next not in self._block:
-            raise UsageError(
-                f"The tree has the leaves of all replicas of {self._block} already. Call take() "
-                "before the first leaf of the next step."
-            )
+        assert self._next in self._block, "take() comes before the first leaf of the next step"
         self._values.append((range(self._next, self._next + 1), leaf))
         for _ in range(self._sums_after[self._next]):
             (last, right), (first, left) = self._values.pop(), self._values.pop()
@@ -123,16 +116,8 @@ class TreeStack(Generic[T]):
         self._next += 1
 
     def take(self) -> dict[range, T]:
-        """Return the sum of each subtree of the block, and clear the stack.
-
-        Raises:
-            UsageError: if leaves are missing.
-        """
-        if self._next != self._block.stop:
-            raise UsageError(
-                f"The tree is missing the leaf of replica {self._next} of {self._block}. Push one "
-                "leaf for each replica."
-            )
+        """Return the sum of each subtree of the block, and clear the stack."""
+        assert self._next == self._block.stop, "there is a leaf of each replica"
         sums = dict(self._values)
         self._values.clear()
         self._next = self._block.start
@@ -146,19 +131,12 @@ def finish(nodes: Mapping[range, T], num_replicas: int, add: Callable[[T, T], T]
         nodes: sums by node.
         num_replicas: leaves of the whole tree.
         add: returns left + right; may change the left value.
-
-    Raises:
-        UsageError: if a replica is in none of the nodes.
     """
 
     def total(node: range) -> T:
         if node in nodes:
             return nodes[node]
-        if len(node) == 1:
-            raise UsageError(
-                f"The nodes must cover all {num_replicas} replicas, got {sorted(nodes, key=min)} "
-                f"without replica {node.start}. Pass the subtrees of every block."
-            )
+        assert len(node) > 1, "the nodes cover all replicas"
         left, right = children(node)
         return add(total(left), total(right))
 
@@ -223,15 +201,9 @@ def block_of(rank: int, num_processes: int, num_replicas: int, *, in_waves: bool
     """Return the replicas that one process runs.
 
     Raises:
-        ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
+        ArgumentError: unless num_processes <= num_replicas.
     """
-    found = assign(num_processes, num_replicas, in_waves=in_waves)
-    if not 0 <= rank < num_processes:
-        raise ArgumentError(
-            f"rank must be between 0 and {num_processes - 1}, got {rank}. Pass the number of the "
-            "process in its group."
-        )
-    return found[rank]
+    return assign(num_processes, num_replicas, in_waves=in_waves)[rank]
 
 
 def assign(num_processes: int, num_replicas: int, *, in_waves: bool) -> tuple[range, ...]:

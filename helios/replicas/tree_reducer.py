@@ -107,18 +107,8 @@ class TreeReducer:
 
         Returns:
             The first node's tensor, which holds the sum.
-
-        Raises:
-            UsageError: unless there is one tensor for each of ``nodes``, of one size and type.
         """
-        tensors = [sums[node] for node in self.nodes if node in sums]
-        kinds = {(tensor.shape, tensor.dtype) for tensor in tensors}
-        if sums.keys() != set(self.nodes) or len(kinds) > 1 or tensors[0].dim() != 1:
-            raise UsageError(
-                f"The sums of {self.nodes} must be tensors of one dimension, size and type, got "
-                f"{ {node: (tuple(t.shape), t.dtype) for node, t in sums.items()} }. Pass what "
-                "TreeStack.take() returns."
-            )
+        tensors = [sums[node] for node in self.nodes]
         if self.has_others and tensors[0].numel():
             with torch.no_grad():
                 parts = [_as_real(tensor) for tensor in tensors]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from helios.core.utils import parameters_of
 from helios.replicas.replicas import Replicas
 from helios.sharding.fsdp_adapter import ShardedUnit, make_mesh, require_fsdp, shard_unit
 from helios.sharding.sharded_gradients import ShardedGradients
+from helios.sharding.units import modules_of_units
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def shard_networks(
     optimizers: Mapping[str, Optimizer],
     modules: Mapping[str, nn.Module],
     replicas: Replicas,
-    prepare: Callable[[str], None] | None,
+    prepare: Callable[[Sequence[nn.Module]], None] | None,
 ) -> ShardedGradients:
     """Shard all networks, and let the optimizers have the sharded parameters.
 
@@ -35,7 +36,7 @@ def shard_networks(
         optimizers: the optimizers by path, which :func:`check_shardable` has accepted.
         modules: the modules that are units by name, each before those inside of it.
         replicas: the replicas of the run.
-        prepare: is called with the name of a unit before it is sharded.
+        prepare: is called with the modules of a unit before it is sharded.
 
     Returns:
         What collects their gradients.
@@ -45,11 +46,12 @@ def shard_networks(
     """
     require_fsdp()
     mesh = make_mesh(replicas.device, replicas.num_processes)
+    parts = modules_of_units(modules)
     units: dict[str, ShardedUnit] = {}
     # Inner units first: an outer one takes what they have left.
     for name in reversed([*modules]):
         if prepare is not None:
-            prepare(name)
+            prepare(parts[name])
         units[name] = _shard(modules[name], mesh, networks, optimizers)
     for network in networks.values():
         # Of each module, so that what is cut is freed before the next module is loaded.

@@ -2,7 +2,7 @@
 
 ``Model.setup`` runs on the meta device, where tensors have shapes and no values, and what writes to
 them is recorded. Then the initializers of modules run again, unit by unit, on tensors with memory.
-A tensor must get its values from the initializer that wrote to it last in ``setup``, or from
+A tensor must get its values from the initializers that wrote to it in ``setup``, or from
 ``Model.init_unit``; anything else would be lost, and is an error that names the tensor.
 """
 
@@ -11,10 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 import traceback
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import FrameType
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, final
 
 import torch
@@ -30,88 +27,22 @@ from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.model.model import Model
 from helios.sharding.recomputation import tensors_in
-from helios.sharding.requirements import check_shardable
-from helios.sharding.units import Unit, find_units, modules_of_units
 from helios.state.networks import has_hooks
 from helios.state.steps import check_alike
 from helios.storage.checksums import bit_sum
 
-_INITIALIZERS = ("reset_parameters", "_reset_parameters")
 _COPIES = ("clone", "__deepcopy__", "to", "half", "bfloat16", "float", "double")
-_PLAIN = (Tensor, nn.Parameter)
-
-
-def set_up_keyed(
-    model: Model,
-    engine: Engine,
-    set_up: Callable[[], None],
-    ask_for_units: Callable[[], Sequence[nn.Module | Unit] | None],
-    *,
-    seed: int,
-) -> Sequence[nn.Module | Unit] | None:
-    """Call ``Model.setup`` without values, then initialize the networks, and shard them if asked.
-
-    No process holds more than its shards and one unit.
-
-    Args:
-        model: the model.
-        engine: the engine of the run.
-        set_up: calls ``Model.setup``.
-        ask_for_units: is called when ``Model.setup`` has returned; returns what ``Model.shard``
-            returns.
-        seed: the seed of the source ``init``.
-
-    Returns:
-        What ``ask_for_units`` has returned.
-
-    Raises:
-        UsageError: for a value of ``setup`` that would be lost, and for what has no initializer.
-    """
-    model.loads_after_setup = []
-    try:
-        with torch.device("meta"), _Watch("meta", lambda tensor: None) as watch:
-            set_up()
-        discovery, replicas = model.discovery, engine.replicas
-        networks, optimizers = discovery.modules(), discovery.optimizers()
-        named, units = ask_for_units(), {}
-        if replicas.is_sharded:
-            check_shardable(networks, optimizers, discovery.moved()[0])
-            units = find_units(networks, named)
-        init = _KeyedInit(model, engine.device, seed, units, watch.last)
-        made = {memory: write.made for memory, write in watch.last.items()}
-        # What has looked at the model refers to itself and to parameters, which would stay whole.
-        del watch
-        gc.collect()
-        if replicas.is_sharded_over_processes:
-            engine._shard(networks, optimizers, units, init.initialize)
-        init.initialize()
-        marks = init.marks
-        del init
-        gc.collect()
-        for memory, what in made.items():
-            if not memory.expired():
-                _refuse(f"what setup makes by {what}", "no network holds it, but it is used")
-        for name, load in model.loads_after_setup:
-            load(replicas.share)
-            # Shards are not compared; that all processes load is.
-            marks[f"load_weights of {name}"] = 1
-        replicas.compare(partial(check_alike, discovery, marks=marks))
-        return named
-    finally:
-        model.loads_after_setup = None
 
 
 class _Write(NamedTuple):
-    """What has made some memory and written to it.
+    """What has written to some memory.
 
     Attributes:
-        made: the function that has made it.
         writers: the modules whose initializers have written, in order, and ``None`` for other code;
             nothing of memory that was only allocated.
         sources: the memory that was copied, if it was.
     """
 
-    made: str = ""
     writers: tuple[nn.Module | None, ...] = ()
     sources: tuple[StorageWeakRef, ...] = ()
 
@@ -125,101 +56,110 @@ class _Write(NamedTuple):
 
 
 @final
-class _KeyedInit:
-    """Initializes networks that ``setup`` has built without values.
+class KeyedInit:
+    """Runs ``setup`` without values, and then initializes the networks.
+
+    No process holds more than its shards and one unit.
 
     Args:
         model: the model, whose ``init_unit`` comes first.
-        device: where values are made.
+        engine: the engine of the run.
         seed: the seed of the source ``init``.
-        units: the modules that are initialized together with what is inside of them, by name.
-        written: what has written to each memory last.
-
-    Attributes:
-        marks: checksums of the tensors that have values by now, by name.
-
-    Raises:
-        UsageError: for a tensor that cannot be initialized by keys.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        device: torch.device,
-        seed: int,
-        units: Mapping[str, nn.Module],
-        written: Mapping[StorageWeakRef, _Write],
-    ) -> None:
-        self._model, self._device, self._seed = model, device, seed
-        self._units = modules_of_units(units)
-        self.marks: dict[str, int] = {}
+    def __init__(self, model: Model, engine: Engine, seed: int) -> None:
+        self._model, self._engine, self._seed = model, engine, seed
+        self._loads: list[tuple[str, Callable[..., None]]] = []
+        self._setup = _Watch("meta")
         self._paths: dict[nn.Module, str] = {}
-        for path, network in model.discovery.modules().items():
+        # For each module that is not initialized yet, what must write to each of its tensors, or
+        # None for a tied one that another module initializes.
+        self._expected: dict[nn.Module, dict[str, _Write | None]] = {}
+        self._memory: set[StorageWeakRef] = set()
+        # Checksums of the tensors that have values by now, by name.
+        self._marks: dict[str, int] = {}
+
+    def set_up(self, set_up: Callable[[], None]) -> None:
+        """Call ``Model.setup`` on the meta device."""
+        self._model.loads_after_setup = self._loads
+        try:
+            with torch.device("meta"), self._setup:
+                set_up()
+        finally:
+            self._model.loads_after_setup = None
+
+    def initialize(self, units: Mapping[str, nn.Module]) -> None:
+        """Initialize the networks, and shard them if the run is sharded over processes.
+
+        Args:
+            units: the modules that are initialized together with what is inside of them, by name.
+
+        Raises:
+            UsageError: for a value of ``setup`` that would be lost, and for what has no
+                initializer.
+        """
+        discovery, replicas = self._model.discovery, self._engine.replicas
+        self._find_homes()
+        # What has looked at the model refers to itself and to parameters, which would stay whole.
+        gc.collect()
+        self._engine._shard(discovery.modules(), discovery.optimizers(), units, self._fill)
+        self._fill([*self._expected])
+        gc.collect()
+        for memory, what in self._setup.made.items():
+            if not memory.expired():  # type: ignore[no-untyped-call]
+                _refuse(f"what setup makes by {what}", "no network holds it, but it is used")
+        for name, load in self._loads:
+            load(replicas.share)
+            # Shards are not compared; that all processes load is.
+            self._marks[f"load_weights of {name}"] = 1
+        replicas.compare(lambda gather: check_alike(discovery, gather, marks=self._marks))
+
+    def _find_homes(self) -> None:
+        """Find the module that initializes each tensor: of several, the last one in ``setup``."""
+        for path, network in self._model.discovery.modules().items():
             bare = BareNames(network)
             for name, module in network.named_modules():
                 self._paths.setdefault(module, ".".join(filter(None, (path, bare.of(name)))))
         # What is inside of a module comes first: its initializer may write there, too.
-        self._left = sorted(self._paths, key=lambda module: len([*module.modules()]))
-        self._expected: defaultdict[nn.Module, dict[str, _Write]] = defaultdict(dict)
-        self._ties: defaultdict[nn.Module, list[str]] = defaultdict(list)
-        self._writers: set[nn.Module | None] = set()
-        self._memory: set[StorageWeakRef] = set()
-        self._path = ""
-        self._find_homes(written)
-
-    def _find_homes(self, written: Mapping[StorageWeakRef, _Write]) -> None:
-        """Find the module that initializes each tensor: of several, the last one in ``setup``."""
+        order = sorted(self._paths, key=lambda module: len([*module.modules()]))
+        self._expected = {module: {} for module in order}
         places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
         for module in self._paths:
             for name, tensor in _own_tensors(module).items():
                 places.setdefault(tensor, []).append((module, name))
         for tensor, holders in places.items():
-            shown = f"{self._paths[holders[0][0]]}.{holders[0][1]}"
-            has_value = isinstance(tensor, nn.Parameter) and not tensor.is_meta
-            if has_value or has_hooks(tensor) or type(tensor) not in _PLAIN:
-                _refuse(shown, "it has a value, a hook, a class of its own, or no shape")
-            if not tensor.is_meta or not tensor.numel():
+            kind = type(tensor)
+            if kind is Tensor and not tensor.is_meta:
                 continue
+            shown = f"{self._paths[holders[0][0]]}.{holders[0][1]}"
+            if kind not in (Tensor, nn.Parameter) or not tensor.is_meta or has_hooks(tensor):
+                _refuse(shown, "it has a value, a hook, a class of its own, or no shape")
             memory = memory_of(tensor)
-            if memory in self._memory or (len(holders) > 1 and type(tensor) is Tensor):
+            if memory in self._memory or (kind is Tensor and len(holders) > 1):
                 _refuse(shown, "it shares its memory with another tensor of a network")
             self._memory.add(memory)
-            write = written.get(memory, _Write())
-            self._writers.update(write.writers)
-            last = write.writers[-1:]
-            home = next((place for place in holders if place[0] in last), holders[0])
+            write = self._setup.last.get(memory, _Write())
+            home = next((each for each in holders if each[0] in write.writers[-1:]), holders[0])
             for module, name in holders:
-                if (module, name) == home:
-                    self._expected[module][name] = write
-                else:
-                    self._ties[module].append(name)
+                self._expected[module][name] = write if (module, name) == home else None
+        # What setup has only copied from is freed.
+        self._setup.last.clear()
 
-    def initialize(self, unit: str | None = None) -> None:
-        """Give values to the parameters and buffers of a unit, or of all that have none yet.
-
-        Raises:
-            UsageError: if a value is missing afterwards, or one that ``setup`` has made is lost.
-        """
-        chosen = {*self._left} if unit is None else {*self._units[unit]}
-        group = [module for module in self._left if module in chosen]
-        self._left = [module for module in self._left if module not in chosen]
-        for module in group:
-            self._make_memory(module)
-        watch = _Watch(self._device.type, self._check_use)
-        with rng.stream(rng.key(self._seed, "init")), torch.no_grad(), self._device:
+    def _fill(self, modules: Sequence[nn.Module]) -> None:
+        """Give values to the parameters and buffers of modules that have none yet."""
+        group = [module for module in self._expected if module in modules]
+        watch = _Watch(self._engine.device.type, self._memory)
+        with rng.stream(rng.key(self._seed, "init")), torch.no_grad(), self._engine.device:
             for module in group:
-                for name in self._expected[module]:
-                    numbers, mark = _mark(getattr(module, name))
-                    numbers.fill_(mark)
+                self._make_memory(module)
             for module in group:
                 self._run(module, watch)
         for module in group:
-            for name, tensor in _own_tensors(module).items():
-                shown = f"{self._paths[module]}.{name}"
-                self.marks[shown] = int(bit_sum(tensor))
-                expected = self._expected[module].get(name)
+            for name, write in self._expected.pop(module).items():
+                tensor, shown = getattr(module, name), f"{self._paths[module]}.{name}"
+                self._marks[shown] = int(bit_sum(tensor))
                 found = watch.last.get(memory_of(tensor), _Write())
-                if expected and not self._is_repeated(expected, found.writers):
+                if write and not self._is_repeated(write, found.writers):
                     _refuse(shown, "reset_parameters() does not repeat all that setup writes to it")
 
     def _is_repeated(self, expected: _Write, writers: Sequence[nn.Module | None]) -> bool:
@@ -235,61 +175,56 @@ class _KeyedInit:
     def _make_memory(self, module: nn.Module) -> None:
         """Let the tensors of a module have memory; parameters stay the same objects."""
         own = _own_tensors(module)
-        attributes = {name: dict(vars(tensor)) for name, tensor in own.items()}
+        attributes = {name: {**vars(tensor)} for name, tensor in own.items()}
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
-            module.to_empty(device=self._device, recurse=False)
+            module.to_empty(device=self._engine.device, recurse=False)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
         for name, old in own.items():
-            if isinstance(old, nn.Parameter):
-                vars(old).update(attributes[name])
-            elif not old.is_meta:
-                setattr(module, name, old.to(self._device))
+            vars(old).update(attributes[name])
+            if type(old) is Tensor and not old.is_meta:
+                setattr(module, name, old.to(self._engine.device))
+        for name in self._expected[module]:
+            numbers, mark = _mark(getattr(module, name))
+            numbers.fill_(mark)
 
     def _run(self, module: nn.Module, watch: _Watch) -> None:
         """Initialize a module. Memory that is not written holds numbers that nobody writes."""
-        own = _own_tensors(module)
-        for name in self._ties[module]:
+        own, expected = _own_tensors(module), self._expected[module]
+        tied = [name for name, write in expected.items() if write is None]
+        for name in tied:
             # Another module initializes it. What this one writes is lost.
             setattr(module, name, nn.Parameter(own[name].to("meta"), own[name].requires_grad))
-        self._path = self._paths[module]
-        rng.reseed(rng.key(self._seed, "init", self._path))
-        initialize: Any = getattr(module, _initializer_of(module), None)
+        watch.path = self._paths[module]
+        rng.reseed(rng.key(self._seed, "init", watch.path))
         with watch:
-            is_done = self._model.init_unit(module, self._path)
-            if not is_done and initialize and (module in self._writers or own):
+            is_done = self._model.init_unit(module, watch.path)
+            if not is_done and (initialize := _initializer_of(module)):
                 initialize()
+        for name in tied:
+            setattr(module, name, own[name])
         # Optimizers hold the parameter; a buffer may be another one now.
         found = {**own, **dict(module.named_buffers(recurse=False))}
-        for name in self._expected[module]:
+        for name in expected.keys() - tied:
             numbers, mark = _mark(found[name])
             if numbers.sum().isnan() if mark is torch.nan else (numbers == mark).any():
-                shown = f"{self._path}.{name}"
-                _refuse(shown, "reset_parameters() or init_unit must write all of it")
-        for name in self._ties[module]:
-            setattr(module, name, own[name])
+                _refuse(f"{watch.path}.{name}", "reset_parameters() or init_unit must fill it")
         if is_done:
-            self._expected[module].clear()
-
-    def _check_use(self, tensor: Tensor) -> None:
-        """Refuse tensors of other units, which may have no values yet, or be cut by now."""
-        if is_sharded(tensor) or (tensor.is_meta and memory_of(tensor) in self._memory):
-            _refuse(self._path, "its initializer uses a tensor of another unit of Model.shard()")
+            expected.update(dict.fromkeys(expected))
 
 
 def _refuse(what: str, why: str) -> NoReturn:
     raise UsageError(
-        f'Trainer(init="keyed") cannot initialize {what}: {why}. Write values in '
-        "Model.init_unit(module, name), and return True there. Make a tensor that is no parameter "
-        'in "with self.device:", which gives it values at once.'
+        f'Trainer(init="keyed") cannot initialize {what}: {why}. Write values in Model.init_unit, '
+        'and return True there. Make a tensor that is no parameter in "with self.device:".'
     )
 
 
-def _initializer_of(module: nn.Module) -> str:
-    """Return the name of the method that initializes a module, or nothing."""
-    return next((name for name in _INITIALIZERS if callable(getattr(module, name, None))), "")
+def _initializer_of(module: nn.Module) -> Any:
+    """Return the method that initializes a module, if it has one."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -311,54 +246,53 @@ class _Watch(TorchFunctionMode):
 
     Args:
         device: its type.
-        check: is called with each tensor before it is used.
+        rest: memory of the networks without values, which must not be used.
+
+    Attributes:
+        last: what has written to each memory.
+        made: the function that has made it.
+        path: of the module whose initializer runs.
     """
 
-    def __init__(self, device: str, check: Callable[[Tensor], None]) -> None:
+    def __init__(self, device: str, rest: Collection[StorageWeakRef] = ()) -> None:
         super().__init__()
         self.last: dict[StorageWeakRef, _Write] = {}
-        self._device, self._check = device, check
+        self.made: dict[StorageWeakRef, str] = {}
+        self.path = ""
+        self._device, self._rest = device, rest
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [*tensors_in((args, kwargs))]
-        for tensor in given:
-            self._check(tensor)
+        # Tensors of other units may have no values yet, or be cut by now.
+        if self._rest and any(is_sharded(each) or memory_of(each) in self._rest for each in given):
+            _refuse(self.path, "its initializer uses a tensor of another unit of Model.shard()")
         before = [(tensor, version_of(tensor)) for tensor in given if self._is_plain(tensor)]
         found = func(*args, **(kwargs or {}))
         caller: Any = getattr(inspect.currentframe(), "f_back", None)
         # On the meta device, some initializers of PyTorch return before they write.
-        code = caller.f_code
-        is_init = code.co_filename == inspect.getfile(nn.init) and code.co_name.endswith("_")
-        written = {
-            memory_of(tensor)
-            for tensor, version in before
-            if is_init or version_of(tensor) != version
-        }
+        is_init = caller.f_globals is vars(nn.init)
+        written = {memory_of(each) for each, seen in before if is_init or version_of(each) != seen}
         made = {*map(memory_of, filter(self._is_plain, tensors_in(found)))}
         made -= {memory_of(tensor) for tensor, _ in before}
-        if not written and not made:
-            return found
-        writer = _find_writer(caller)
+        writer = _find_writer(caller) if written or made else None
         name = getattr(func, "__name__", "")
-        is_empty = name.removeprefix("new_").startswith("empty")
-        new = _Write(name, () if is_empty else (writer,))
+        new = _Write(() if name.removeprefix("new_").startswith("empty") else (writer,))
         if writer is None and name in _COPIES and before:
             source = memory_of(before[0][0])
             new = self.last.get(source, new)
             new = new._replace(sources=(*new.sources, source))
+        self.made.update(dict.fromkeys(made, name))
         self.last.update(dict.fromkeys(made, new))
         for memory in written:
             self.last[memory] = self.last.get(memory, _Write()).then(writer)
         return found
 
     def _is_plain(self, tensor: Tensor) -> bool:
-        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
         return is_plain and tensor.device.type == self._device
 
 
-def _find_writer(caller: FrameType | None) -> nn.Module | None:
+def _find_writer(caller: Any) -> nn.Module | None:
     """Return the module whose initializer is running.
 
     One counts if it is called as it will be called again, without arguments.
@@ -366,10 +300,10 @@ def _find_writer(caller: FrameType | None) -> nn.Module | None:
     for frame, _ in traceback.walk_stack(caller):
         code = frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if code.co_name in _INITIALIZERS and names:
-            owner, *arguments = map(frame.f_locals.get, names)
-            if isinstance(owner, nn.Module) and code.co_name == _initializer_of(owner):
-                method = inspect.signature(getattr(owner, code.co_name))
-                if repr(arguments) == repr([each.default for each in method.parameters.values()]):
-                    return owner
+        owner, *arguments = map(frame.f_locals.get, names) if names else (None,)
+        method = _initializer_of(owner) if isinstance(owner, nn.Module) else None
+        if method and method.__name__ == code.co_name:
+            defaults = [each.default for each in inspect.signature(method).parameters.values()]
+            if repr(arguments) == repr(defaults):
+                return owner
     return None

@@ -26,7 +26,7 @@ from helios.model.processor import BatchProcessor
 from helios.sharding.recomputation import recomputed
 from helios.sharding.requirements import check_checkpointable, check_shardable
 from helios.sharding.units import Unit, find_in_networks, find_units
-from helios.start.keyed_init import set_up_keyed
+from helios.start.keyed_init import KeyedInit
 from helios.start.objects import check_made
 from helios.start.options import Options
 from helios.state.optimizers import TRAINING_ONLY, load_into
@@ -67,15 +67,22 @@ def build_networks(
         UsageError: if a network or an optimizer does not allow what the run asks for.
     """
     set_up = _bind_setup(model, is_inference=is_inference)
-    ask_for_units = partial(_ask_for_units, model, engine, trains=not is_inference)
-    if run.init == "keyed":
-        named = set_up_keyed(model, engine, set_up, ask_for_units, seed=run.seed)
-    else:
+    init = KeyedInit(model, engine, run.seed) if run.init == "keyed" else None
+    if init is None:
         set_up()
         move_networks(model, engine.device)
-        named = ask_for_units()
-        if engine.replicas.is_sharded:
-            _shard_networks(model, engine, named)
+    else:
+        init.set_up(set_up)
+    named = _ask_for_units(model, engine, trains=not is_inference)
+    discovery, replicas, units = model.discovery, engine.replicas, {}
+    if replicas.is_sharded:
+        check_shardable(discovery.modules(), discovery.optimizers(), discovery.moved()[0])
+        units = find_units(discovery.modules(), named)
+    if init is not None:
+        init.initialize(units)
+    elif replicas.is_sharded:
+        replicas.compare(partial(check_alike, discovery))
+        engine._shard(discovery.modules(), discovery.optimizers(), units)
     return recomputed({} if is_inference else _find_checkpointed(model, named))
 
 
@@ -227,15 +234,6 @@ def _find_checkpointed(
     check_checkpointable(networks, found)
     _LOGGER.info("Activations of the units %s are computed again in backward.", ", ".join(found))
     return found
-
-
-def _shard_networks(model: Model, engine: Engine, named: Sequence[nn.Module | Unit] | None) -> None:
-    discovery = model.discovery
-    networks, optimizers = discovery.modules(), discovery.optimizers()
-    check_shardable(networks, optimizers, discovery.moved()[0])
-    units = find_units(networks, named)
-    engine.replicas.compare(partial(check_alike, discovery))
-    engine._shard(networks, optimizers, units)
 
 
 def load_weights(path: str | Path, model: Model | nn.Module) -> None:

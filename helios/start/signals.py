@@ -18,8 +18,7 @@ from functools import partial
 from typing import ClassVar, Literal, NoReturn
 
 from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, signal_name
-from helios.distributed.deadlines import in_time
-from helios.distributed.process_groups import has_lost_rank
+from helios.distributed.process_groups import has_lost_rank, in_time
 from helios.errors import ArgumentError, Interrupted
 from helios.start.hangs import end_process, say
 

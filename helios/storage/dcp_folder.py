@@ -32,6 +32,8 @@ from helios.storage.dcp_metadata import METADATA_NAME, StoredChunk, read_metadat
 from helios.storage.digest import FileFacts
 from helios.storage.file_part import FilePart
 
+_READ_AT_ONCE = 1 << 18
+
 
 def save_rows(
     folder: Path, rows: Mapping[str, OwnRows], group: ProcessGroup, *, hashes: bool
@@ -202,7 +204,7 @@ class StoredTensor:
             DamagedCheckpointError: if they cannot be read.
             OSError: if the file system cannot read a file.
         """
-        found = [torch.empty((0, *self.shape[1:]), dtype=self.dtype)]
+        found = []
         for chunk, place in self._chunks:
             before = chunk.offsets[0]
             begin, end = max(first - before, 0), min(first + count - before, chunk.sizes[0])
@@ -210,13 +212,16 @@ class StoredTensor:
                 found.append(self._read(chunk, place)[begin:end])
                 if end - begin == count == chunk.sizes[0]:
                     return found[-1].contiguous()
-        return torch.cat(found)
+        return torch.cat(found) if found else torch.empty((0, *self.shape[1:]), dtype=self.dtype)
 
     def _read(self, chunk: md.ChunkStorageMetadata, place: StoredChunk) -> Tensor:
         try:
-            with io.BufferedReader(
-                FilePart(self._folder / place.name, place.offset, place.length)
-            ) as file:
+            with FilePart(self._folder / place.name, place.offset, place.length) as part:
+                # torch asks a dozen times, each time for a few bytes.
+                is_small = place.length <= _READ_AT_ONCE
+                file: Any = (
+                    io.BytesIO(part.read(place.length)) if is_small else io.BufferedReader(part)
+                )
                 found = torch.load(file, map_location="cpu", weights_only=True)
             if found.shape != chunk.sizes or found.dtype is not self.dtype:
                 raise ValueError("it has another form")

@@ -13,7 +13,7 @@ from helios.core.wrappers import unwrap
 from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
-from helios.errors import ArgumentTypeError, UsageError
+from helios.errors import UsageError
 from helios.replicas.reduction_tree import tree_sum
 from helios.replicas.replicas import Replicas
 from tests.support.ranks import run_ranks
@@ -160,11 +160,3 @@ def test_what_cannot_be_wrapped_is_an_error() -> None:
     assert (synced, carried) == tuple(other)
     assert "sync_bn=True) needs GPUs" in synced
     assert "num_replicas is 4 and the number of processes is 2" in carried
-
-
-@pytest.mark.shows("E29")
-def test_options_that_are_the_engines_own_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"Engine\.wrap\(device_ids=\.\.\.\) must be omitted"):
-        Engine("cpu").wrap(nn.Linear(1, 1), device_ids=[0])
-    with pytest.raises(ArgumentTypeError, match=r"wrap\(module=\.\.\.\) must be a module"):
-        Engine("cpu").wrap([nn.Linear(1, 1)])  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import helios
 from helios.errors import UsageError
-from helios.sharding import unit_calls
+from helios.sharding import sharded_gradients
 from helios.state import TrainingState
 from tests.support.ranks import run_ranks
 
@@ -77,7 +77,7 @@ def train(
     num_replicas: int = 2,
 ) -> str:
     """Train, or validate only; returns the error, and the updates before the last step."""
-    unit_calls._COMPARED_AT_ONCE = limit
+    sharded_gradients._COMPARED_AT_ONCE = limit
     trainer = helios.Trainer(
         train_unit="iteration",
         total_steps=max(1, len(trained)),

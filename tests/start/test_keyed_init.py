@@ -39,8 +39,8 @@ class Built(helios.Model):
     def init_unit(self, module: nn.Module, name: str) -> bool | None:
         return self.by_user(module, name) if self.by_user is not None else None
 
-    def shard(self) -> list[nn.Module]:
-        return [*self.net.units]
+    def shard(self) -> list[nn.Module] | None:
+        return [*self.net.units] if isinstance(self.net, WithUnit) else None
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
         return self.net(batch)

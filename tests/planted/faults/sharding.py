@@ -57,7 +57,7 @@ def a_forward_is_computed_again_with_weights_that_have_changed(require_unchanged
 
 
 @fault(
-    "helios.start.keyed_init:_KeyedInit._run",
+    "helios.start.keyed_init:KeyedInit._run",
     "tests/start/test_keyed_init.py::test_a_module_gets_what_its_initializer_draws_under_the_key_of_its_path",
 )
 def the_name_of_a_module_is_missing_in_its_key(run, init, module, watch):
@@ -70,7 +70,7 @@ def the_name_of_a_module_is_missing_in_its_key(run, init, module, watch):
 
 
 @fault(
-    "helios.start.keyed_init:_KeyedInit._is_repeated",
+    "helios.start.keyed_init:KeyedInit._is_repeated",
     "tests/start/test_keyed_init.py::test_what_setup_would_lose_is_refused_by_name",
 )
 def what_setup_writes_outside_of_initializers_is_lost(is_repeated, init, *args):
@@ -78,7 +78,7 @@ def what_setup_writes_outside_of_initializers_is_lost(is_repeated, init, *args):
 
 
 @fault(
-    "helios.sharding.unit_calls:UnitCalls._compare_one",
+    "helios.sharding.sharded_gradients:UnitCalls._compare_one",
     "tests/sharding/test_unit_calls.py::test_other_units_are_named_before_they_are_gathered",
 )
 def processes_may_gather_different_units(compare_one, calls, *args):

@@ -105,7 +105,7 @@ def losses_are_summed_one_after_another(add_up, tables):
     return dict(sorted(total.items()))
 
 
-@fault("helios.replicas.window_exchange:WindowExchange.keep_losses", f"{ELASTIC}[4-2-2]")
+@fault("helios.replicas.replica_runner:WindowExchange.keep_losses", f"{ELASTIC}[4-2-2]")
 def the_losses_of_the_last_replica_are_taken_for_all(keep_losses, exchange, table):
     keep_losses(exchange, table)
     exchange._tables = [exchange._tables[-1]] * len(exchange._tables)
