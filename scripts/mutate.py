@@ -100,13 +100,9 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "commit": {
         "helios.storage.files": (
             "tests/storage/test_files.py",
-            "tests/checkpoint/test_store.py",
-            "tests/checkpoint/test_kills.py",
-        ),
-        "helios.storage.digest": (
             "tests/storage/test_digest.py",
             "tests/checkpoint/test_store.py",
-            "tests/checkpoint/test_sharded_folders.py",
+            "tests/checkpoint/test_kills.py",
         ),
         "helios.checkpoint.store": (
             "tests/checkpoint/test_store.py",

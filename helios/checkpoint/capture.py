@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helios.checkpoint.record import Record
-from helios.checkpoint.sharded_rows import refer_to_sharded
 from helios.core import rng
 from helios.counters import Cursor, TrainingState
 from helios.engines.engine import Engine
@@ -23,6 +22,7 @@ from helios.errors import StateError
 from helios.findings import Finding, FindingKind, Findings
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
+from helios.storage.dcp_folder import refer_to_sharded
 
 if TYPE_CHECKING:
     from helios.run_parts import RunParts

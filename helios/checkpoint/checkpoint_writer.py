@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, final
 
 from helios.checkpoint import file_names
-from helios.checkpoint.sharded_rows import copy_rows, split_sharded
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.sharded_tensors import OwnRows
 from helios.counters import TrainingState
@@ -26,7 +25,8 @@ from helios.listeners import RunListener
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.storage import files
-from helios.storage.digest import FileFacts
+from helios.storage.dcp_folder import copy_rows, split_sharded
+from helios.storage.files import FileFacts
 from helios.storage.staging import HostBuffers
 
 _LOGGER = logging.getLogger(__name__)

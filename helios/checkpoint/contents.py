@@ -20,7 +20,7 @@ from helios.checkpoint import file_names, schema_upgrades
 from helios.checkpoint.sidecar import Sidecar
 from helios.errors import DamagedCheckpointError
 from helios.storage.container_checks import check_container, check_directory
-from helios.storage.digest import FileFacts, digest_file
+from helios.storage.files import FileFacts, digest_file
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from helios.errors import ArgumentError, CheckpointError, UsageError
-from helios.storage.files import TEMPORARY_SUFFIX
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import TEMPORARY_SUFFIX, as_local_path
 
 Found = TypeVar("Found")
 

@@ -25,7 +25,7 @@ from helios.errors import (
     DamagedCheckpointError,
     IncompatibleCheckpointError,
 )
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 
 if TYPE_CHECKING:
     from helios.core.sharded_tensors import RowShare

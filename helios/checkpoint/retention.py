@@ -19,7 +19,7 @@ from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.status import Status
 from helios.errors import CheckpointError
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -17,10 +17,9 @@ from typing import Any
 from helios.best import BestSoFar
 from helios.checkpoint.file_names import FIRST_SCHEMA, SCHEMA
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import Level
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
-from helios.findings import FindingKind
-from helios.storage.digest import FileFacts
+from helios.findings import FindingKind, Level
+from helios.storage.files import FileFacts
 
 _CHECK = "check"
 _TYPES: dict[str, tuple[type, ...]] = {

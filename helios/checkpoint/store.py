@@ -25,7 +25,7 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.core.sharded_tensors import RowShare
 from helios.errors import CheckpointError, DamagedCheckpointError, StateError
 from helios.storage import codec, files
-from helios.storage.digest import FileFacts
+from helios.storage.files import FileFacts
 from helios.storage.staging import HostBuffers
 from helios.version import __version__
 

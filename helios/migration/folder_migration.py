@@ -28,7 +28,7 @@ from helios.errors import (
 from helios.migration import helios_ml
 from helios.storage import codec, files
 from helios.storage.container_checks import check_container
-from helios.storage.digest import digest_file
+from helios.storage.files import digest_file
 from helios.storage.folder_lock import FolderLock
 from helios.version import __version__
 

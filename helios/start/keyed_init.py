@@ -34,7 +34,7 @@ from helios.sharding.requirements import check_shardable
 from helios.sharding.units import Unit, find_units, modules_of_units
 from helios.state.networks import has_hooks
 from helios.state.steps import check_alike
-from helios.storage.checksums import bit_sum
+from helios.storage.content_hash import bit_sum
 
 _INITIALIZERS = ("reset_parameters", "_reset_parameters")
 _COPIES = ("clone", "__deepcopy__", "to", "half", "bfloat16", "float", "double")

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from helios.core.generators import is_generator
 from helios.core.utils import version_of
 from helios.state.values import ATOMS, children_of, each_in, is_dense, refer_to
-from helios.storage.checksums import array_sum, tensor_sum
 from helios.storage.codes import FACTORIES, NATIVE, TAG, Coder, Unsavable
+from helios.storage.content_hash import array_sum, tensor_sum
 from helios.storage.plain_objects import OUTSIDE, attributes_of, comes_from, table_of
 
 CODE: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)

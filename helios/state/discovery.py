@@ -22,10 +22,8 @@ from helios.core.memory import storage_of
 from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import collector_at_rest
 from helios.errors import ArgumentTypeError, UsageError
-from helios.state import reasons
 from helios.state.anchors import Anchors, Outside, References, Rules, above, as_written, path_of
 from helios.state.digests import Identities, digest_of
-from helios.state.links import Links, links_in, names_in, types_in
 from helios.state.named import Marks, classes_of, lost_since, marks_of, report
 from helios.state.networks import flags_of, grads_of, pieces_of, size_of, sizes_by_storage, state_of
 from helios.state.optimizers import (
@@ -36,13 +34,31 @@ from helios.state.optimizers import (
     members_of,
     misfits_of,
 )
-from helios.state.restoring import Restoring, made_by_loading
+from helios.state.restoring import Links, Restoring, links_in, made_by_loading, names_in, types_in
 from helios.state.steps import StepWatch
-from helios.state.values import ATOMS, LIMIT, PLAIN, large_members, parts_of
-from helios.state.walk import GONE, Form, Snapshot, kind_of
+from helios.state.values import ATOMS, LIMIT, PLAIN, SMALL, large_members, parts_of
+from helios.state.walk import GONE, LATE, Form, Snapshot, kind_of
 from helios.storage.codes import HOLE, Codes
 from helios.storage.type_converters import in_every_process, type_name
 from helios.text import size_text
+
+UNKNOWN = (
+    "setup() creates no {}, so that loading cannot know the type: create one in setup(), or return "
+    "the type from types_for_safe_load()"
+)
+TOO_LARGE = (
+    "plain values are saved up to a total of {}: register large tensors as buffers of a network, "
+    "give their owner state_dict() and load_state_dict(), or raise "
+    "CheckpointStore(max_plain_bytes=...)"
+)
+MISFIT = (
+    "{}added, removed or changed in structure after setup(), and a resume from this state fails: "
+    "create it in setup()"
+)
+GROWN = (
+    f"an attribute of a data set that has changed and grown beyond {size_text(SMALL)}: keep it in "
+    "the data module, or declare it in the class of the data set: unsaved = (...,)"
+)
 
 _TRAINED = Identities()
 """The owners that a training of this process has changed."""
@@ -341,15 +357,15 @@ class Discovery:
         misfits = self._misfits(now) if self._is_strict else {}
         stray = (anchors.loose.keys() - base.tops) | (anchors.inner.keys() - base.inner)
         stray = set() if self._is_strict else stray
-        lost |= {as_written(path, anchors.objects): reasons.LATE for path in stray}
+        lost |= {as_written(path, anchors.objects): LATE for path in stray}
         if self._is_data:
             grown = self._saved_members & (large_members(self._owner) - self._unsaved)
-            lost |= dict.fromkeys(sorted(grown), reasons.GROWN)
+            lost |= dict.fromkeys(sorted(grown), GROWN)
             self._saved_members |= values.get("", {}).keys()
         else:
             named = lost_since(base.marks, marks_of(now, base.classes))
             lost |= {path: why for path, why in named.items() if not _is_covered(path, now, covers)}
-        lost |= {p: reasons.MISFIT.format(t and f"{t}: ") for p, t in misfits.items()}
+        lost |= {p: MISFIT.format(t and f"{t}: ") for p, t in misfits.items()}
         report(self._name, lost, self._named)
         members = members_of(anchors)
         return {
@@ -389,9 +405,9 @@ class Discovery:
             unknown = sorted(each for each in named if in_every_process(each) not in types)
             total += size
             if unknown:
-                lost[path_of(name, key)] = reasons.UNKNOWN.format(unknown[0])
+                lost[path_of(name, key)] = UNKNOWN.format(unknown[0])
             elif total > self.limit:
-                lost[path_of(name, key)] = reasons.TOO_LARGE.format(size_text(self.limit))
+                lost[path_of(name, key)] = TOO_LARGE.format(size_text(self.limit))
             else:
                 chosen.add((name, key))
         values: dict[str, dict[Any, Any]] = {}

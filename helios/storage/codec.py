@@ -12,34 +12,33 @@ import io
 import pickle
 import warnings
 import zipfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from enum import Enum
 from itertools import chain
+from operator import is_
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, ClassVar, Protocol, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
+from helios.core.generators import is_generator
+from helios.core.memory import has_plain_bytes
 from helios.core.utils import collector_at_rest
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError, StateError
 from helios.storage import files
-from helios.storage.codes import TOO_DEEP, Unsavable
+from helios.storage.building import Builder
+from helios.storage.codes import NO_VALUE, TAG, TOO_DEEP, Coder, Codes, Unsavable
 from helios.storage.container_checks import (
     check_directory,
     check_sizes,
     reason_of,
     reraise_os_error,
 )
-from helios.storage.digest import DigestWriter
-from helios.storage.payload_codes import (
-    FindSharded,
-    PayloadBuilder,
-    PayloadCoder,
-    compact,
-    fill_sharded,
-)
-from helios.storage.placeholders import stand_in
-from helios.storage.staging import HostBuffers
-from helios.storage.type_converters import names_of_global
+from helios.storage.files import DigestWriter
+from helios.storage.memory_layout import View
+from helios.storage.staging import HostBuffers, compact
+from helios.storage.type_converters import ShardedValue, names_of_global, type_name
 
 _ZIP_BEGINS = b"PK\x03\x04"
 # Warnings that torch emits for valid loads: the first one takes the file for a TorchScript archive,
@@ -363,3 +362,204 @@ def find_cause(error: BaseException) -> BaseException:
     while _WRITER in str(error) and error.__context__ is not None:
         error = error.__context__
     return error
+
+
+# ---- objects of a file whose classes are not loaded
+
+
+class Unknown:
+    """An object of a file whose class is unknown or not trusted.
+
+    Attributes:
+        name: the full name of its class or function in the file.
+        parts: its arguments, and its state if it has one.
+    """
+
+    name = ""
+    parts: tuple[Any, ...] = ()
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __setstate__(self, state: Any) -> None:
+        self.parts = (*self.parts, state)
+
+    def __repr__(self) -> str:
+        return f"{self.name}(...)"
+
+
+def stand_in(name: str) -> type[Unknown]:
+    """Return a placeholder class for a name that a file refers to.
+
+    Example:
+        >>> stand_in("datetime.date")(2024, 2, 29).parts
+        (2024, 2, 29)
+    """
+    return type("Unknown", (Unknown,), {"name": name})
+
+
+# ---- codes of a payload
+
+FindSharded: TypeAlias = Callable[[str], Any]
+
+_SHARDED = "sharded"
+
+
+class PayloadCoder(Coder):
+    """One walk over a payload.
+
+    Args:
+        safe_types: users' types that loading may create.
+        check_object: called with each object of such a type; raises if it could not be loaded.
+
+    Attributes:
+        has_live_objects: whether the code contains users' objects themselves, not copies.
+    """
+
+    def __init__(self, safe_types: Iterable[Any], check_object: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._safe = frozenset(kind for kind in safe_types if isinstance(kind, type))
+        self._check_object = check_object
+        # The tensor is kept with its code, since an id is unique only while the object exists.
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._replaced: dict[int, dict[str, Any]] = {}
+        self.has_live_objects = False
+
+    def encode(self, tree: Any) -> Any:
+        """Return the code of a payload.
+
+        Raises:
+            Unsavable: if a value has none.
+        """
+        code = self.code("", tree)
+        self.place_views()
+        if not self._replaced:
+            return code
+        return replace_in(code, lambda value: self._replaced.get(id(value), value))
+
+    def code_other(self, path: str, value: Any) -> Any:
+        """Return the code of what a walk has written, or of a value of a user's type."""
+        kind = type(value)
+        if kind is Codes:
+            self.tensors[path] = value.tensors
+            return {TAG: "codes", "value": dict(value)}
+        if kind is ShardedValue:
+            return {TAG: _SHARDED, "name": value.name}
+        if kind is torch.nn.Parameter:
+            return self._plain_tensor(path, value)
+        is_own = kind in self._safe
+        if kind is int or is_generator(value) or (is_own and isinstance(value, Enum | tuple)):
+            return super().code_other(path, value)
+        if not is_own:
+            raise Unsavable(
+                path,
+                f"{NO_VALUE.format(type_name(kind))}. Add the type to the model's "
+                "types_for_safe_load(), name the attribute in `unsaved`, or give its owner a "
+                "state_dict of plain values.",
+            )
+        try:
+            self._check_object(value)
+        except Exception as error:
+            raise Unsavable(
+                path,
+                f"its type {type_name(kind)} is a safe type, but its contents could not be loaded "
+                f"({error}). Give its owner a state_dict, or name the attribute in `unsaved`.",
+            ) from error
+        self.has_live_objects = True
+        return value
+
+    def keep_plain(self, views: Sequence[View]) -> bool:
+        """Return whether views are tensors that torch saves with the memory that they share."""
+        tensors = [view.part for view in views if isinstance(view.part, Tensor)]
+        homes = {(part.untyped_storage().data_ptr(), part.dtype) for part in tensors}
+        if len(tensors) == len(views) and len(homes) == 1:
+            self.tensors[views[0].path] = tensors
+            return True
+        self._replaced |= {id(v.part): v.code for v in views if isinstance(v.part, Tensor)}
+        return False
+
+    def _plain_tensor(self, path: str, value: Tensor) -> Tensor:
+        if id(value) in self._tensors:
+            return self._tensors[id(value)][1]
+        code = value.detach()
+        is_dense = has_plain_bytes(code)
+        if not is_dense or code.is_conj() or code.is_neg():
+            # The storage alone does not define its values.
+            code = code.clone()
+        if type(value) is Tensor and value.is_leaf:
+            code.requires_grad_(value.requires_grad)
+        self._tensors[id(value)] = value, code
+        if is_dense:
+            self.views[path] = View(path, code, {TAG: "tensor", "grad": code.requires_grad})
+        return code
+
+    makers: ClassVar = {**Coder.makers, Tensor: _plain_tensor}
+
+
+class PayloadBuilder(Builder):
+    """Builds a payload from its code.
+
+    Args:
+        safe_types: the types that may be created; no others are looked up.
+        find_sharded: returns the tensor that stands for a sharded one, by name.
+    """
+
+    def __init__(
+        self, safe_types: Iterable[Any] = (), find_sharded: FindSharded | None = None
+    ) -> None:
+        super().__init__(safe_types)
+        self._find_sharded = find_sharded or ShardedValue
+
+    def build_other(self, path: str, code: dict[str, Any]) -> Any:
+        """Return the value of a code that only payloads have."""
+        tag = code[TAG]
+        if tag == _SHARDED:
+            return self._find_sharded(code["name"])
+        if tag == "codes":
+            return Codes(code["value"])
+        return super().build_other(path, code)
+
+
+def fill_sharded(code: Any, find_sharded: FindSharded) -> Any:
+    """Put the tensors that stand for sharded ones into a code, in place, without decoding it.
+
+    Args:
+        code: what an encoder or anybody else has made.
+        find_sharded: returns such a tensor, by name.
+    """
+
+    def swap(value: Any) -> Any:
+        is_sharded = isinstance(value, dict) and value.get(TAG) == _SHARDED
+        return find_sharded(str(value.get("name"))) if is_sharded else value
+
+    return replace_in(code, swap)
+
+
+def replace_in(code: Any, swap: Callable[[Any], Any]) -> Any:
+    """Replace values in a code, in place.
+
+    Args:
+        code: what an encoder or anybody else has made.
+        swap: returns what stands in place of a value, or the value.
+    """
+    waiting: list[Any] = []
+    seen: set[int] = set()
+
+    def visit(value: Any) -> Any:
+        found = swap(value)
+        if found is not value:
+            return found
+        if type(value) is tuple:
+            members = tuple(map(visit, value))
+            return value if all(map(is_, members, value)) else members
+        if isinstance(value, dict | list) and id(value) not in seen:
+            seen.add(id(value))
+            waiting.append(value)
+        return value
+
+    code = visit(code)
+    while waiting:
+        holder = waiting.pop()
+        for key in range(len(holder)) if isinstance(holder, list) else list(holder):
+            holder[key] = visit(holder[key])
+    return code

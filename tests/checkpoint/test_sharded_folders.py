@@ -15,18 +15,16 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.comparison import compare_checkpoints
 from helios.checkpoint.contents import METADATA_NAME, RECORD_NAME
 from helios.checkpoint.export import select_weights
 from helios.checkpoint.loading import Checked, Condition, Depth
-from helios.checkpoint.outline import list_tensors
-from helios.checkpoint.sharded_rows import copy_rows
+from helios.checkpoint.outline import compare_checkpoints, list_tensors
 from helios.checkpoint.status import examine, look_into
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.core.sharded_tensors import OwnRows, RowShare, is_deferred, read_deferred
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.storage import files
-from helios.storage.dcp_folder import TensorFolder
+from helios.storage.dcp_folder import TensorFolder, copy_rows
 from helios.storage.staging import HostBuffers
 from tests.checkpoint.helpers import make_payload, names, save
 from tests.checkpoint.sharded_helpers import (

@@ -27,7 +27,7 @@ import helios
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import RunFolder
 from helios.errors import CheckpointError
-from helios.storage.digest import digest_file
+from helios.storage.files import digest_file
 from tests.checkpoint.helpers import make_payload, make_sidecar
 from tests.checkpoint.hostile import Calling
 from tests.checkpoint.test_mutations import little_memory

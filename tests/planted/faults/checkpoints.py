@@ -21,7 +21,7 @@ def nothing_waits_for_the_disk(fsync, handle):
 @fault("helios.storage.codec:write_file", COMMIT)
 def a_checkpoint_is_committed_before_it_is_on_the_disk(write_file, path, tree, *, hashes=False):
     from helios.storage import codec, files
-    from helios.storage.digest import DigestWriter
+    from helios.storage.files import DigestWriter
 
     with files.create(path) as handle:
         writer = DigestWriter(handle, hashes=hashes)
