@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from helios.checkpoint import file_names, schema_upgrades
+from helios.checkpoint import file_names
 from helios.checkpoint.sidecar import Sidecar
-from helios.errors import DamagedCheckpointError
+from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.storage.container_checks import check_container, check_directory
 from helios.storage.files import FileFacts, digest_file
 
@@ -124,9 +124,9 @@ class WholeFile(Contents):
         if sidecar is not None and sidecar.digest:
             found = digest_file(path, self.watch)
             if found != sidecar.digest:
-                if found == sidecar.extra.get(file_names.SOURCE_DIGEST):
+                if found == sidecar.source_digest:
                     # The old file was put back: it is intact, and must not be renamed.
-                    raise schema_upgrades.unmigrated(path)
+                    raise unmigrated(path)
                 raise DamagedCheckpointError(
                     f"{path} is damaged: its bytes do not match the digest in its sidecar. "
                     "Remove it, or use another checkpoint."
@@ -268,3 +268,11 @@ def open_contents(path: Path, sidecar: Sidecar | None = None) -> Contents:
         OSError: if the file system cannot read it.
     """
     return ShardedFolder(path, sidecar) if file_names.is_folder(path) else WholeFile(path)
+
+
+def unmigrated(path: Path) -> IncompatibleCheckpointError:
+    """Return the error for a file of helios-ml, with the way to migrate it."""
+    return IncompatibleCheckpointError(
+        f"{path} was written by helios-ml, the earlier package, in a format that is no longer "
+        f"read. Migrate it with: python -m chkpt_migrator {path.parent}"
+    )

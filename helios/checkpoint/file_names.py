@@ -38,9 +38,6 @@ KEY_NUM_REPLICAS = "num_replicas"
 KEY_OPTIONS = "options"
 KEY_MIGRATED_FROM = "migrated_from"
 
-SOURCE_DIGEST = "source_digest"
-"""The entry of a migrated file's sidecar that identifies the original file."""
-
 SUFFIX = ".pth"
 FOLDER_SUFFIX = ".ckpt"
 SIDECAR_SUFFIX = ".json"

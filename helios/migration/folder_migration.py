@@ -268,7 +268,7 @@ def _write_sidecar(path: Path, payload: Mapping[str, Any], digest: str, *, sourc
         digest=digest,
         version=__version__,
         migrated_from=payload[file_names.KEY_MIGRATED_FROM],
-        extra={file_names.SOURCE_DIGEST: source} if source else {},
+        source_digest=source,
     )
     files.write_text_durably(file_names.sidecar_path(path), sidecar.to_json())
 

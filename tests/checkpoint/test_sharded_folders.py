@@ -412,10 +412,8 @@ def test_tools_show_verify_compare_and_export_folders(folder: RunFolder, tmp_pat
     path = save_sharded(folder, 1, 4)
     looks = {depth: examine(path, depth).checked for depth in Depth}
     assert looks == {
-        Depth.NAMES: Checked.NOTHING,
-        Depth.SIDECAR: Checked.NOTHING,
-        Depth.HEADER: Checked.CONTAINER,
-        Depth.STRUCTURE: Checked.STRUCTURE,
+        Depth.HEADER: Checked.NOTHING,
+        Depth.STRUCTURE: Checked.NOTHING,
         Depth.BYTES: Checked.DIGEST,
     }
     status, tree = look_into(path)
