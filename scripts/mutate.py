@@ -111,7 +111,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/checkpoint/test_loading.py",
             "tests/checkpoint/test_kills.py",
         ),
-        "helios.storage.dcp_metadata": ("tests/checkpoint/test_sharded_folders.py",),
+        "helios.storage.dcp_folder": ("tests/checkpoint/test_sharded_folders.py",),
     },
     "ledger line": {
         "helios.ledger.line": (*LEDGER, "tests/ledger/test_verification.py"),

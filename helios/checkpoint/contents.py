@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 RECORD_NAME = "record.pth"
 METADATA_NAME = ".metadata"
+INDEX_NAME = "index.pth"
 _ROWS = ".distcp"
 
 
@@ -199,7 +200,7 @@ class ShardedFolder(Contents):
             info = get_dist_info()
             first, step = info.local_rank, info.local_world_size
         rows = sorted(name for name in self._sizes if name.endswith(_ROWS))[first::step]
-        for name in (RECORD_NAME, METADATA_NAME, *rows):
+        for name in (RECORD_NAME, METADATA_NAME, INDEX_NAME, *rows):
             expected = self._facts[name].digest if name in self._facts else ""
             if expected and digest_file(self.path / name, self.watch) != expected:
                 raise DamagedCheckpointError(
@@ -229,7 +230,7 @@ class ShardedFolder(Contents):
         """Return what finds sharded tensors by name; those with a prefix are not read yet."""
         from helios.core.sharded_tensors import make_deferred_tensor, value_of
 
-        tensors = self._rows.open_tensors()
+        tensors = self._rows.tensors
         found: dict[Any, Tensor] = {}
 
         def find(name: str) -> Tensor:
