@@ -38,13 +38,8 @@ _OWN_KINDS = (FindingKind.OBSTACLE, FindingKind.UNSHARED)
 def capture(parts: RunParts) -> Record:
     """Return the whole state of a training, by reference; all processes call this together."""
     run, source = parts.run, parts.training_source
-    with parts.model.discovery.keeping_names():
-        model = parts.model.state_dict()
-        plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
-        engine = _state_of_engine(parts.engine)
-        own = {"model": model, "engine": engine}
-        own |= {**_named("plugin", plugins), **_named("loop", loops)}
-        owners, lacking = parts.owner_states.capture(own)
+    trained, own, lacking = _capture_objects(parts)
+    model, owners = trained.model, trained.owners
     is_discovered = _is_discovered(parts.model)
     # A model that overrides state_dict may have a key of this name.
     lost = model.get("missing", {}) if is_discovered else {}
@@ -64,16 +59,16 @@ def capture(parts: RunParts) -> Record:
         cursor=run.cursor.dict(),
         model=model,
         by_rank=by_rank,
-        tables=_capture_tables(parts.model),
+        tables=trained.tables,
         is_manual=run.is_manual,
-        plugins=plugins,
-        loops=loops,
+        plugins=trained.plugins,
+        loops=trained.loops,
         data={
             "description": source.description,
             "state": _capture_data(parts),
             "length": source.pass_length if run.cursor.batch else source.length,
         },
-        engine=engine,
+        engine=trained.engine,
         rng=rng.read_states(),
         num_threads=torch.get_num_threads(),
         num_replicas=parts.replicas.num_replicas,
@@ -162,14 +157,25 @@ def choose_trained(record: Record, replicas: Replicas) -> Trained:
 
 def capture_trained(parts: RunParts) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
+    trained, _, _ = _capture_objects(parts)
+    joined = parts.replicas.join_shards((trained.model, trained.plugins, trained.owners))
+    return dataclasses.replace(
+        trained, **dict(zip(("model", "plugins", "owners"), joined, strict=True))
+    )
+
+
+def _capture_objects(
+    parts: RunParts,
+) -> tuple[Trained, dict[str, dict[str, Any]], dict[str, str]]:
+    """Return what objects hold, what their own ``state_dict`` returned, and what is missing."""
     with parts.model.discovery.keeping_names():
         model, engine = parts.model.state_dict(), _state_of_engine(parts.engine)
         plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
         own = {"model": model, "engine": engine}
         own |= {**_named("plugin", plugins), **_named("loop", loops)}
-        owners, _ = parts.owner_states.capture(own)
-    model, plugins, owners = parts.replicas.join_shards((model, plugins, owners))
-    return Trained(model, _capture_tables(parts.model), plugins, loops, engine, owners)
+        owners, lacking = parts.owner_states.capture(own)
+    tables = _capture_tables(parts.model)
+    return Trained(model, tables, plugins, loops, engine, owners), own, lacking
 
 
 def apply_trained(trained: Trained, parts: RunParts, *, is_inference: bool) -> None:

@@ -60,9 +60,6 @@ GROWN = (
     "the data module, or declare it in the class of the data set: unsaved = (...,)"
 )
 
-_TRAINED = Identities()
-"""The owners that a training of this process has changed."""
-
 
 @dataclass
 class Baseline:
@@ -291,7 +288,6 @@ class Discovery:
         Changes that a checkpoint can hold are still saved.
         """
         base = self._require_baseline()
-        _TRAINED.number(self._owner)
         self._last = now = self._look()
         base.classes = classes_of(self._owner, now)
         base.marks = marks_of(now, base.classes)
@@ -550,9 +546,9 @@ class Discovery:
         if is_inference or self.baseline is None:
             return
         self._saved_members |= state["values"].get("", {}).keys()
-        if _TRAINED.knows(self._owner):
-            # setup() may have found what that training has left. A new process would not have it.
-            self.baseline.mark_as_changed(state)
+        # After a training in this process, setup() may have found what that has left. A new process
+        # would not have it.
+        self.baseline.mark_as_changed(state)
 
     def _restoring(self) -> Restoring:
         base = self.baseline

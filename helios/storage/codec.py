@@ -7,7 +7,6 @@ value for which that is not possible raises an error when it is saved, not when 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import pickle
 import warnings
@@ -17,7 +16,7 @@ from enum import Enum
 from itertools import chain
 from operator import is_
 from pathlib import Path
-from typing import IO, Any, ClassVar, Protocol, TypeAlias, cast
+from typing import IO, Any, BinaryIO, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -49,18 +48,6 @@ _SPARSE_WARNING = "Validating sparse tensor invariants"
 _ALLOCATOR = "DefaultCPUAllocator"
 # Part of the RuntimeError that torch's writer raises in place of an error of the file.
 _WRITER = "unexpected pos"
-
-
-class Writable(Protocol):
-    """A file that :func:`write_encoded` writes to sequentially, without seeking."""
-
-    def write(self, data: bytes | memoryview, /) -> int:
-        """Write all of ``data``."""
-        ...
-
-    def flush(self) -> None:
-        """Flush what is buffered."""
-        ...
 
 
 def encode(
@@ -106,34 +93,23 @@ def _encode(tree: Any, where: str, safe_types: Iterable[Any]) -> tuple[PayloadCo
         ) from None
 
 
-@dataclasses.dataclass(frozen=True)
-class Captured:
-    """An encoded tree that is written later.
-
-    Attributes:
-        code: the encoded tree, as :func:`encode` returns it.
-        is_own: whether it stays unchanged while training continues.
-    """
-
-    code: Any
-    is_own: bool
-
-
 def encode_to_host(
     tree: Any,
     *,
     safe_types: Iterable[Any],
     buffers: HostBuffers,
-) -> Captured:
+) -> tuple[Any, bool]:
     """Encode a tree, and copy its tensors to host memory.
 
-    Objects of users' types, except enum members and tuples, are not copied; if the tree contains
-    one, ``is_own`` of the result is False.
+    Objects of users' types, except enum members and tuples, are not copied.
 
     Args:
         tree: the value.
         safe_types: the types that ``Model.types_for_safe_load`` returns.
         buffers: hold the copies; those of the previous capture become invalid.
+
+    Returns:
+        What :func:`encode` returns, and whether it stays unchanged while training continues.
 
     Raises:
         StateError: as :func:`encode`.
@@ -143,7 +119,7 @@ def encode_to_host(
     groups = compact(chain.from_iterable(coder.tensors.values()))
     if not coder.has_live_objects:
         buffers.copy(groups)
-    return Captured(code, is_own=not coder.has_live_objects)
+    return code, not coder.has_live_objects
 
 
 def decode(
@@ -153,7 +129,7 @@ def decode(
     return PayloadBuilder(safe_types, find_sharded).build("", tree)
 
 
-def write_encoded(handle: Writable, tree: Any) -> None:
+def write_encoded(handle: BinaryIO | DigestWriter, tree: Any) -> None:
     """Write an encoded tree sequentially.
 
     Raises:

@@ -15,7 +15,7 @@ import struct
 import zlib
 from array import array
 from collections import UserDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -42,30 +42,17 @@ _form_of = attrgetter("dtype", "shape")
 
 
 class Content(NamedTuple):
-    """What was read of a value; its fingerprint follows from that, and is made later.
+    """What was read of a value.
 
     Attributes:
-        sums: checksums of the tensors of a flat container; of any other value its fingerprint.
-        kind: that of the container; the names of a dictionary, whose order does not matter.
-        forms: type and shape of each tensor; empty for any other value.
+        fingerprint: 64 bits; 0 if nothing could be read.
         num_unseen: parts whose content could not be read.
         failure: why nothing could be read; empty if something was.
     """
 
-    sums: list[int]
-    kind: str | tuple[str, ...] = ""
-    forms: tuple[_Form, ...] = ()
+    fingerprint: int
     num_unseen: int = 0
     failure: str = ""
-
-    @property
-    def fingerprint(self) -> int:
-        """64 bits; 0 if nothing could be read."""
-        if not self.forms:
-            return self.sums[0]
-        base, factors = _weigh(self.kind, self.forms)
-        total: int = base + sum(map(mul, self.sums, factors))
-        return total & _MAX_NUMBER
 
 
 def read_content(value: Any) -> Content:
@@ -83,14 +70,14 @@ def read_content(value: Any) -> Content:
             names = tuple(value) if is_named else kind.__name__
             try:
                 arrays: list[Any] = [*map(Tensor.numpy, members)]
-                return Content([*map(crc32, arrays)], names, tuple(map(_form_of, arrays)))
+                return _content_of([*map(crc32, arrays)], names, arrays)
             except (TypeError, RuntimeError, ValueError, BufferError):
                 if all(map(_has_elements, members)):
                     wholes = [*map(whole_of, members)]
                     sums = [tensor_sum(each) & _MAX_NUMBER for each in wholes]
-                    return Content(sums, names, tuple(map(_form_of, wholes)))
+                    return _content_of(sums, names, wholes)
     reader = _Reader()
-    return Content([hash_bytes(reader.read(value))], num_unseen=reader.num_unseen)
+    return Content(hash_bytes(reader.read(value)), reader.num_unseen)
 
 
 def read_safely(value: Any) -> Content:
@@ -99,7 +86,7 @@ def read_safely(value: Any) -> Content:
         return read_content(value)
     except Exception as error:
         # A tensor of a user's class may fail here; that is no reason to stop.
-        return Content([0], num_unseen=1, failure=f"{type(error).__name__}: {error}")
+        return Content(0, 1, failure=f"{type(error).__name__}: {error}")
 
 
 def fingerprint(value: Any) -> int:
@@ -136,6 +123,15 @@ def hash_bytes(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
+def _content_of(
+    sums: Sequence[int], kind: str | tuple[str, ...], tensors: Sequence[Any]
+) -> Content:
+    """Return the content of a flat container of tensors, by their checksums."""
+    base, factors = _weigh(kind, tuple(map(_form_of, tensors)))
+    total: int = base + sum(map(mul, sums, factors))
+    return Content(total & _MAX_NUMBER)
+
+
 def _has_elements(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
 
@@ -145,8 +141,8 @@ def _weigh(kind: str | tuple[str, ...], forms: tuple[_Form, ...]) -> tuple[int, 
     """Return 64 bits over the form of a container of tensors, and a factor for each checksum.
 
     Args:
-        kind: as in :class:`Content`.
-        forms: likewise.
+        kind: that of the container; the names of a dictionary, whose order does not matter.
+        forms: type and shape of each tensor.
     """
     parts = []
     for number, (dtype, shape) in enumerate(forms):

@@ -261,7 +261,10 @@ class StoredTensor:
         """
         found = [torch.empty((0, *self.shape[1:]), dtype=self.dtype)]
         for chunk in self.chunks:
-            begin, end = max(first - chunk.first, 0), min(first + count - chunk.first, chunk.num_rows)
+            begin, end = (
+                max(first - chunk.first, 0),
+                min(first + count - chunk.first, chunk.num_rows),
+            )
             if begin < end:
                 found.append(self._read(chunk)[begin:end])
         return torch.cat(found)
