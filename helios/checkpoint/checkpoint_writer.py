@@ -159,7 +159,7 @@ class PlainWriter(CheckpointWriter):
             if committed is not None:
                 return committed
             self._thread.copying(pending.encode)
-            self._write(pending, is_now=not pending.is_own)
+            self._write(pending, is_now=self._thread.buffers is None)
             return pending.path
 
         return on_first(self._replicas, write)
@@ -332,8 +332,7 @@ class ShardedWriter(PlainWriter):
             copies.append(self._copies.copying(partial(copy_rows, rows)))
             for pending in described:
                 self._thread.copying(pending.encode)
-            are_own = self._copies.buffers is not None
-            return are_own and all(pending.is_own for pending in described)
+            return self._copies.buffers is not None and self._thread.buffers is not None
 
         # No process begins to write before all have copied: an error would leave others waiting.
         is_now = not all(on_each(self._replicas, copy))

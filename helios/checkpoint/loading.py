@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-# Packages with functions but no types of users: torch refuses most of them, too.
-_NEVER_TYPES = frozenset(("builtins", "nt", "os", "posix", "runpy", "subprocess", "sys"))
 # Modules whose objects the released versions of helios-ml pickled; Helios writes none of them.
 _OLD_MODULES = ("helios.", "pathlib.")
 _COUNTERS = ("global_epoch", "global_iteration")
@@ -90,7 +88,7 @@ class FileChecks:
         sidecar: its sidecar, if there is one and it can be read.
         checked: how its bytes were compared.
         tree: its content; ``None`` until it is read.
-        names: types in it that loading builds only if ``types_for_safe_load`` returns them.
+        names: types and functions that it refers to, as no checkpoint does.
     """
 
     def __init__(
@@ -163,21 +161,13 @@ class FileChecks:
     def of_content(self) -> tuple[Check, ...]:
         """Return the checks of the content; each may rely on those before it."""
         return (
-            (self._refuse_functions, Condition.FOREIGN),
             (self._refuse_unmigrated, Condition.UNMIGRATED),
+            (self._refuse_names, Condition.FOREIGN),
             (self._refuse_foreign, Condition.FOREIGN),
             (self._check_format, Condition.NEWER),
             (self._check_keys, Condition.FOREIGN),
             (lambda: check_agreement(self.path.name, self.tree, self.sidecar), Condition.FOREIGN),
         )
-
-    def _refuse_functions(self) -> None:
-        found = [name for name in self.names if name.split(".")[0] in _NEVER_TYPES]
-        if found:
-            raise IncompatibleCheckpointError(
-                f"{self.path} refers to {', '.join(found)}, which no checkpoint does. None of it "
-                "was called; do not load the file unless you know who wrote it."
-            )
 
     def _refuse_unmigrated(self) -> None:
         keys = self.tree if isinstance(self.tree, Mapping) else {}
@@ -186,6 +176,13 @@ class FileChecks:
             refuse_old_globals(self.path, self.names)
             if file_names.KEY_TRAINING_STATE in keys:
                 raise unmigrated(self.path)
+
+    def _refuse_names(self) -> None:
+        if self.names:
+            raise IncompatibleCheckpointError(
+                f"{self.path} refers to {', '.join(self.names)}, which no checkpoint does. None of "
+                "it was called; do not load the file unless you know who wrote it."
+            )
 
     def _refuse_foreign(self) -> None:
         if not isinstance(self.tree, Mapping) or file_names.KEY_SCHEMA not in self.tree:
@@ -348,7 +345,7 @@ def _load(file: FileChecks, safe_types: list[Any], *, maps: bool) -> Loaded:
         file.read(safe_types, maps=maps)
     except IncompatibleCheckpointError:
         path = file.contents.record_path
-        refuse_old_globals(path, codec.unsafe_globals(path, safe_types))
+        refuse_old_globals(path, codec.unsafe_globals(path))
         raise
     for check, _ in file.of_content():
         check()

@@ -31,7 +31,6 @@ class Status:
         place: (epoch, iteration) in its name; ``None`` if there is none.
         sidecar: its sidecar, if there is one and it can be read.
         checked: how far its bytes were compared.
-        needs: names of types that loading builds only if ``types_for_safe_load`` returns them.
     """
 
     path: Path
@@ -41,7 +40,6 @@ class Status:
     place: tuple[int, int] | None = None
     sidecar: Sidecar | None = None
     checked: Checked = Checked.NOTHING
-    needs: tuple[str, ...] = ()
 
     @property
     def is_good(self) -> bool:
@@ -101,7 +99,6 @@ def look_into(
         place=file_names.parse(path),
         sidecar=file.sidecar,
         checked=file.checked,
-        needs=tuple(file.names),
     )
     return status, file.tree
 

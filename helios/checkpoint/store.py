@@ -52,7 +52,6 @@ class PendingCheckpoint:
         safe_types: types that may be built when it is loaded.
         rows: the files that all processes have written, or the error of one, if it is sharded.
         code: the encoded payload.
-        is_own: whether the memory of that is its own, so that training cannot change it.
     """
 
     path: Path
@@ -61,7 +60,6 @@ class PendingCheckpoint:
     safe_types: Iterable[Any] = ()
     rows: dict[str, FileFacts] | Exception | None = None
     code: Any = None
-    is_own: bool = False
 
     def encode(self, buffers: HostBuffers | None = None) -> None:
         """Encode the payload, in one call, so that aliases are kept; no file is touched.
@@ -75,12 +73,8 @@ class PendingCheckpoint:
             MemoryError: if the copies do not fit.
         """
         _check_consistency(self.path, self.payload, self.sidecar)
-        if buffers is None:
-            self.code = codec.encode(self.payload, where="", safe_types=list(self.safe_types))
-        else:
-            self.code, self.is_own = codec.encode_to_host(
-                self.payload, safe_types=list(self.safe_types), buffers=buffers
-            )
+        types = list(self.safe_types)
+        self.code = codec.encode(self.payload, where="", safe_types=types, buffers=buffers)
         self.payload = {}
 
 

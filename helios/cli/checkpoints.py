@@ -201,7 +201,6 @@ def inspect_checkpoint(namespace: argparse.Namespace) -> Answer:
         "size": size_text(status.size),
         "state": status.state,
         "reason": status.reason,
-        "refers to": ", ".join(status.needs),
         "starts": _starts(path.parent),
         **sections,
         **({} if status.sidecar is None else vars(status.sidecar)),
@@ -288,9 +287,8 @@ def _verify_ledger(path: Path, files: Sequence[Status] = ()) -> LedgerStatus:
 def _show_verified(status: Status) -> str:
     if not status.is_good:
         return f"{status.state:10}  {status.reason}"
-    notes = ["digest" if status.checked is Checked.DIGEST else "no digest to compare"]
-    notes += [f"refers to {name}" for name in status.needs]
-    return f"{status.state:10}  {status.path} ({'; '.join(notes)})"
+    note = "digest" if status.checked is Checked.DIGEST else "no digest to compare"
+    return f"{status.state:10}  {status.path} ({note})"
 
 
 def _show_ledger(found: LedgerStatus) -> list[str]:

@@ -7,12 +7,9 @@ value for which that is not possible raises an error when it is saved, not when 
 from __future__ import annotations
 
 import contextlib
-import io
-import pickle
 import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from enum import Enum
 from itertools import chain
 from operator import is_
 from pathlib import Path
@@ -26,7 +23,7 @@ from helios.core.memory import has_plain_bytes
 from helios.core.utils import collector_at_rest
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError, StateError
 from helios.storage import files
-from helios.storage.building import Builder
+from helios.storage.building import Builder, UnknownTypeError
 from helios.storage.codes import NO_VALUE, TAG, TOO_DEEP, Coder, Codes, Unsavable
 from helios.storage.container_checks import (
     check_directory,
@@ -37,7 +34,7 @@ from helios.storage.container_checks import (
 from helios.storage.files import DigestWriter
 from helios.storage.memory_layout import View
 from helios.storage.staging import HostBuffers, compact
-from helios.storage.type_converters import ShardedValue, names_of_global, type_name
+from helios.storage.type_converters import ShardedValue, type_name
 
 _ZIP_BEGINS = b"PK\x03\x04"
 # Warnings that torch emits for valid loads: the first one takes the file for a TorchScript archive,
@@ -55,35 +52,31 @@ def encode(
     *,
     where: str,
     safe_types: Iterable[Any] = (),
+    buffers: HostBuffers | None = None,
 ) -> Any:
     """Return a tree that ``weights_only`` loading accepts.
 
     NumPy arrays and scalars, the standard library's containers, paths, dates and times, byte
     strings and complex numbers become tagged dictionaries. Enum members, named tuples and other
-    objects need their type in ``safe_types``. Tensors are detached and share memory with the live
-    ones: if the tree is written later, copy them before training continues. Objects that occur
+    objects need their type in ``safe_types``. Tensors are detached and, without buffers, share
+    memory with the live ones. Objects that occur
     twice and tensors that share a storage do so again after decoding, within one call.
 
     Args:
         tree: the value.
         where: name of its root in messages, such as ``"model"`` in ``model.history[3]``.
         safe_types: the types that ``Model.types_for_safe_load`` returns.
+        buffers: hold copies of the tensors; those of the previous call become invalid.
 
     Raises:
+        MemoryError: if there is not enough memory for the copies.
         StateError: if a value could not be loaded again; the message has the path to it, its type
             and a remedy.
     """
-    coder, code = _encode(tree, where, safe_types)
-    compact(chain.from_iterable(coder.tensors.values()))
-    return code
-
-
-def _encode(tree: Any, where: str, safe_types: Iterable[Any]) -> tuple[PayloadCoder, Any]:
-    types = list(safe_types)
-    coder = PayloadCoder(types, lambda value: _try_loading(value, types))
+    coder = PayloadCoder(safe_types)
     try:
         with collector_at_rest():
-            return coder, coder.encode(tree)
+            code = coder.encode(tree)
     except Unsavable as error:
         place = f"{where}{error.path}".removeprefix(".")
         raise StateError(f"{place} cannot be saved: {error.reason}") from error
@@ -91,35 +84,10 @@ def _encode(tree: Any, where: str, safe_types: Iterable[Any]) -> tuple[PayloadCo
         raise StateError(
             f"{where} cannot be saved: {TOO_DEEP}, or name the attribute in `unsaved`."
         ) from None
-
-
-def encode_to_host(
-    tree: Any,
-    *,
-    safe_types: Iterable[Any],
-    buffers: HostBuffers,
-) -> tuple[Any, bool]:
-    """Encode a tree, and copy its tensors to host memory.
-
-    Objects of users' types, except enum members and tuples, are not copied.
-
-    Args:
-        tree: the value.
-        safe_types: the types that ``Model.types_for_safe_load`` returns.
-        buffers: hold the copies; those of the previous capture become invalid.
-
-    Returns:
-        What :func:`encode` returns, and whether it stays unchanged while training continues.
-
-    Raises:
-        StateError: as :func:`encode`.
-        MemoryError: if there is not enough memory for the copies.
-    """
-    coder, code = _encode(tree, "", safe_types)
     groups = compact(chain.from_iterable(coder.tensors.values()))
-    if not coder.has_live_objects:
+    if buffers is not None:
         buffers.copy(groups)
-    return code, not coder.has_live_objects
+    return code
 
 
 def decode(
@@ -186,40 +154,38 @@ def read(
         MemoryError: if its tensors do not fit into memory.
         OSError: if the file cannot be opened or read.
     """
-    types = list(safe_types)
     try:
-        with path.open("rb") as handle, _loading(types):
+        with path.open("rb") as handle, _loading():
             # In torch's older formats, sizes cannot be checked against the contents.
             if handle.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
                 raise zipfile.BadZipFile("it is not a ZIP archive")
             check_sizes(handle)
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
-        return decode(tree, safe_types=types, find_sharded=find_sharded)
+        return decode(tree, safe_types=safe_types, find_sharded=find_sharded)
     except Exception as error:
         reraise_os_error(error)
         if isinstance(error, DamagedCheckpointError):
             raise
+        if isinstance(error, UnknownTypeError):
+            raise IncompatibleCheckpointError(f"{path} was not loaded. {error}") from error
         if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
             raise MemoryError(f"There is not enough memory to load {path}.") from error
-        names = unsafe_globals(path, types)
-        if names:
+        if names := unsafe_globals(path):
             raise IncompatibleCheckpointError(
-                f"{path} was not loaded: it refers to {', '.join(names)}, and loading creates only "
-                "allowed types. If you trust the file and these are your own types, return them "
-                "from the model's types_for_safe_load()."
+                f"{path} was not loaded: it refers to {', '.join(names)}, which no checkpoint "
+                "does. None of it was called; do not load the file unless you know who wrote it."
             ) from error
         raise DamagedCheckpointError(
             f"{path} cannot be read: {reason_of(error)}. Remove it, or use another checkpoint."
         ) from error
 
 
-def unsafe_globals(path: Path, safe_types: Iterable[Any] = ()) -> list[str]:
+def unsafe_globals(path: Path) -> list[str]:
     """Return the names in a file that loading would reject; empty if it is unreadable."""
-    with _allowing(safe_types):
-        try:
-            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
-        except Exception:
-            return []
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+    except Exception:
+        return []
 
 
 def read_structure(path: Path, find_sharded: FindSharded | None = None) -> tuple[Any, list[str]]:
@@ -265,8 +231,11 @@ def _read_structure(path: Path) -> tuple[Any, list[str]]:
         ) from error
 
 
-def _map(path: Path, safe_types: Iterable[Any]) -> Any:
-    with path.open("rb"), _loading(safe_types):
+def _map(path: Path, stand_ins: Iterable[Any]) -> Any:
+    # At its end, torch's context manager also removes types that the user registered before.
+    known = torch.serialization.get_safe_globals()
+    own = torch.serialization.safe_globals([each for each in stand_ins if each not in known])
+    with path.open("rb"), own, _loading():
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -299,38 +268,11 @@ def _global_name(kind: Any) -> str:
 
 
 @contextlib.contextmanager
-def _allowing(safe_types: Iterable[Any]) -> Iterator[None]:
-    # At its end, torch's context manager also removes types that the user registered before.
-    known = torch.serialization.get_safe_globals()
-    named = [each for kind in safe_types for each in (kind, *_other_names(kind))]
-    with torch.serialization.safe_globals([each for each in named if each not in known]):
-        yield
-
-
-def _other_names(kind: Any) -> list[tuple[Any, str]]:
-    """Return a type with each name that it has in another process of the run."""
-    if not isinstance(kind, type):
-        return []
-    return [(kind, name) for name in names_of_global(kind) if name != _global_name(kind)]
-
-
-@contextlib.contextmanager
-def _loading(safe_types: Iterable[Any]) -> Iterator[None]:
-    with _allowing(safe_types), warnings.catch_warnings():
+def _loading() -> Iterator[None]:
+    with warnings.catch_warnings():
         for text in (_SCRIPT_WARNING, _SPARSE_WARNING):
             warnings.filterwarnings("ignore", text, UserWarning)
         yield
-
-
-def _try_loading(value: Any, safe_types: list[Any]) -> None:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    with _loading(safe_types):
-        try:
-            torch.load(buffer, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise TypeError(reason_of(error)) from error
 
 
 def find_cause(error: BaseException) -> BaseException:
@@ -386,20 +328,14 @@ class PayloadCoder(Coder):
 
     Args:
         safe_types: users' types that loading may create.
-        check_object: called with each object of such a type; raises if it could not be loaded.
-
-    Attributes:
-        has_live_objects: whether the code contains users' objects themselves, not copies.
     """
 
-    def __init__(self, safe_types: Iterable[Any], check_object: Callable[[Any], None]) -> None:
+    def __init__(self, safe_types: Iterable[Any]) -> None:
         super().__init__()
         self._safe = frozenset(kind for kind in safe_types if isinstance(kind, type))
-        self._check_object = check_object
         # The tensor is kept with its code, since an id is unique only while the object exists.
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._replaced: dict[int, dict[str, Any]] = {}
-        self.has_live_objects = False
 
     def encode(self, tree: Any) -> Any:
         """Return the code of a payload.
@@ -423,26 +359,14 @@ class PayloadCoder(Coder):
             return {TAG: _SHARDED, "name": value.name}
         if kind is torch.nn.Parameter:
             return self._plain_tensor(path, value)
-        is_own = kind in self._safe
-        if kind is int or is_generator(value) or (is_own and isinstance(value, Enum | tuple)):
-            return super().code_other(path, value)
-        if not is_own:
+        if kind is not int and kind not in self._safe and not is_generator(value):
             raise Unsavable(
                 path,
                 f"{NO_VALUE.format(type_name(kind))}. Add the type to the model's "
                 "types_for_safe_load(), name the attribute in `unsaved`, or give its owner a "
                 "state_dict of plain values.",
             )
-        try:
-            self._check_object(value)
-        except Exception as error:
-            raise Unsavable(
-                path,
-                f"its type {type_name(kind)} is a safe type, but its contents could not be loaded "
-                f"({error}). Give its owner a state_dict, or name the attribute in `unsaved`.",
-            ) from error
-        self.has_live_objects = True
-        return value
+        return super().code_other(path, value)
 
     def keep_plain(self, views: Sequence[View]) -> bool:
         """Return whether views are tensors that torch saves with the memory that they share."""
