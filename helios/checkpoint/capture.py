@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-_OWN_PLACES = ("inner",)
-"""Parts of the model's state that each process saves if replicas change them on their own."""
 # What a start finds again, and each process by itself, are the others.
 _OWN_KINDS = (FindingKind.OBSTACLE, FindingKind.UNSHARED)
 
@@ -287,18 +285,17 @@ def _gather_own_parts(
         return []
     # What an overridden state_dict of the model omits is among the owners.
     is_discovered = _is_discovered(parts.model)
-    objects = model["objects"] if is_discovered else {}
-    own = {
-        "values": model["values"] if is_discovered and unshared else None,
-        "places": {key: model[key] for key in _OWN_PLACES if key in model}
-        if is_discovered and unshared
-        else {},
-        "objects": {
+    of_model: dict[str, Any] = {}
+    if is_discovered and unshared:
+        of_model = {key: model[key] for key in ("values", "inner")}
+        of_model["objects"] = {
             # Sharded tensors are no process's own.
             path: refer_to_sharded(part, root=f"model.objects.{path}")
-            for path, part in objects.items()
+            for path, part in model["objects"].items()
             if _holds_any(path, unshared)
-        },
+        }
+    own = {
+        "model": of_model,
         "data": source.state_dict() if source.state_is_per_process else None,
         "owners": {name: owners[name] for name in differing if name in owners},
         "states": {name: of_users[name] for name in differing if name in of_users},
@@ -339,15 +336,14 @@ def _take_own_part(record: Record, replicas: Replicas) -> Record:
         return record
     own = record.by_rank[replicas.rank]
     model, data = record.model, record.data
-    if own["values"] is not None:
-        objects = {**model["objects"], **own["objects"]}
-        places = own.get("places", {})
-        model = {**model, "values": own["values"], "objects": objects, **places}
+    if own["model"]:
+        objects = {**model["objects"], **own["model"]["objects"]}
+        model = {**model, **own["model"], "objects": objects}
     if own["data"] is not None:
         data = {**data, "state": own["data"]}
-    owners = record.owners | own.get("owners", {})
+    owners = record.owners | own["owners"]
     record = dataclasses.replace(record, model=model, data=data, owners=owners)
-    return _with_states(record, own.get("states", {}))
+    return _with_states(record, own["states"])
 
 
 def _with_states(record: Record, states: Mapping[str, Any]) -> Record:

@@ -228,10 +228,6 @@ class RunFolder:
         finished = dataclasses.replace(sidecar, finished=reason)
         files.write_text_durably(file_names.sidecar_path(path), finished.to_json())
 
-    def read_sidecar(self, path: Path) -> Sidecar | None:
-        """Return a checkpoint's sidecar; see :func:`helios.checkpoint.loading.read_sidecar`."""
-        return loading.read_sidecar(path)
-
     def load(self, path: Path, safe_types: Iterable[Any] = ()) -> Loaded:
         """Verify and read one checkpoint, whose tensors may be mapped from the file.
 
@@ -329,7 +325,20 @@ class RunFolder:
         Returns:
             The committed checkpoints of the same listing, oldest first.
         """
-        return remove_leftovers(self.path)
+        present = file_names.list_files(self.path)
+        for path in present:
+            if not file_names.is_temporary(path) and not _is_orphan(path):
+                continue
+            try:
+                _remove(path)
+            except OSError as error:
+                _LOGGER.warning(
+                    "The partial file of a killed save, %s, could not be removed: %s. It does no "
+                    "harm; delete it when you can.",
+                    path,
+                    error,
+                )
+        return file_names.select_checkpoints(present)
 
     def move_aside(self) -> Path | None:
         """Move all checkpoints, damaged files and evidence to ``before-<date>/``.
@@ -381,31 +390,6 @@ def _check_consistency(path: Path, payload: dict[str, Any], sidecar: Sidecar) ->
         loading.check_agreement(path.name, payload, sidecar)
     except DamagedCheckpointError as error:
         raise StateError(f"The checkpoint would be refused when it is loaded: {error}") from None
-
-
-def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove partial files of a killed save; other files are not touched.
-
-    Args:
-        folder: the folder of a run, which no other process changes meanwhile.
-
-    Returns:
-        The committed checkpoints of the same listing, oldest first.
-    """
-    present = file_names.list_files(folder)
-    for path in present:
-        if not file_names.is_temporary(path) and not _is_orphan(path):
-            continue
-        try:
-            _remove(path)
-        except OSError as error:
-            _LOGGER.warning(
-                "The partial file of a killed save, %s, could not be removed: %s. It does no "
-                "harm; delete it when you can.",
-                path,
-                error,
-            )
-    return file_names.select_checkpoints(present)
 
 
 def _is_orphan(path: Path) -> bool:

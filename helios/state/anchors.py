@@ -451,8 +451,6 @@ def _with_state(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _is_without_objects(value: Any) -> bool:
     """Return whether a value holds no object at all, as most containers do."""
     kind = type(value)
-    if kind in LEAVES:
-        return True
     if kind is dict:
         return LEAVES.issuperset(map(type, value.values())) and are_atoms(value)
-    return kind in (list, tuple, deque) and LEAVES.issuperset(map(type, value))
+    return kind in LEAVES or (kind in (list, tuple) and LEAVES.issuperset(map(type, value)))

@@ -466,8 +466,6 @@ def _set(holder: Any, key: Any, value: Any) -> None:
 Links: TypeAlias = Mapping[str, Mapping[Any, Any]]
 """Links of values, by holder and key."""
 
-_NESTED = frozenset((dict, list, tuple))
-
 
 def links_in(codes: Links) -> dict[str, dict[Any, Any]]:
     """Return the codes with references to what has another name."""
@@ -499,18 +497,9 @@ def severed(links: Links, codes: Links, saved: Links) -> dict[str, dict[Any, Any
 
 
 def names_in(code: Any) -> set[str]:
-    """Return the names to which a code refers, without a call for each of its members."""
-    names: set[str] = set()
-    level = [code]
-    while level:
-        tables = [each for each in level if type(each) is dict]
-        names.update(name for table in tables if (name := _name_in(table)) is not None)
-        lists = [each for each in level if type(each) in (list, tuple)]
-        held = [*lists, *(table.values() for table in tables)]
-        # Most long ones are flat.
-        is_flat = _NESTED.isdisjoint(map(type, chain.from_iterable(held)))
-        level = [] if is_flat else [x for x in chain.from_iterable(held) if type(x) in _NESTED]
-    return names
+    """Return the names to which a code refers."""
+    tables = (each for each in parts_of(code) if type(each) is dict)
+    return {name for table in tables if (name := _name_in(table)) is not None}
 
 
 def types_in(code: Any) -> set[str]:

@@ -162,10 +162,6 @@ class Walk(Coder):
     def _hold(self, name: str, part: Any, members: Iterable[tuple[Any, Any]]) -> None:
         table = self.codes.setdefault(name, {})
         self.holders[name] = part
-        members = [*members]
-        if not self._unsaved and are_native([value for _, value in members]):
-            table.update(members)
-            return
         for key, value in members:
             path = path_of(name, key) if self._unsaved or type(value) not in NATIVE else ""
             if path in self._unsaved:
