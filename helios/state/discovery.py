@@ -22,7 +22,7 @@ from helios.core.memory import storage_of
 from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import collector_at_rest
 from helios.errors import ArgumentTypeError, UsageError
-from helios.state.anchors import Anchors, Outside, References, Rules, above, as_written, path_of
+from helios.state.anchors import Anchors, Outside, References, Rules, above, path_of
 from helios.state.digests import Identities, digest_of
 from helios.state.named import Marks, classes_of, lost_since, marks_of, report
 from helios.state.networks import flags_of, grads_of, pieces_of, size_of, sizes_by_storage, state_of
@@ -353,7 +353,7 @@ class Discovery:
         misfits = self._misfits(now) if self._is_strict else {}
         stray = (anchors.loose.keys() - base.tops) | (anchors.inner.keys() - base.inner)
         stray = set() if self._is_strict else stray
-        lost |= {as_written(path, anchors.objects): LATE for path in stray}
+        lost |= dict.fromkeys(sorted(stray), LATE)
         if self._is_data:
             grown = self._saved_members & (large_members(self._owner) - self._unsaved)
             lost |= dict.fromkeys(sorted(grown), GROWN)
@@ -471,9 +471,8 @@ class Discovery:
                 misfits.setdefault(name, f"{was} after setup, {found} now")
         shown = " ".join(misfits.values())
         for path in base.tops ^ frozenset((*anchors.objects, *anchors.loose)):
-            written = as_written(path, anchors.objects)
-            if written not in shown and path not in misfits:
-                misfits.setdefault(written, "")
+            if path not in shown:
+                misfits.setdefault(path, "")
         return misfits
 
     def _omitted(self, now: Snapshot, states: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from helios.core.utils import parameters_of
 from helios.errors import StateError
-from helios.state.anchors import Anchors, Rules, as_written, each_named, name_of_group, path_of
+from helios.state.anchors import Anchors, Rules, each_named, name_of_group, path_of
 from helios.state.networks import Network, fill, is_odd, load_flags, load_grads, pieces_of
 from helios.state.optimizers import (
     FINE_TUNING,
@@ -177,7 +177,7 @@ class Restoring:
         _restore_omitted(anchors, state["omitted"])
         for name, tensor in {**anchors.leaves, **anchors.loose}.items():
             if name in state["parameters"]:
-                fill(as_written(name, anchors.objects), tensor, state["parameters"][name])
+                fill(name, tensor, state["parameters"][name])
 
     def _builder(self, walk: Walk, later: Mapping[str, Any] | None = None) -> Builder:
         def find(name: str) -> Any:
@@ -232,10 +232,7 @@ class Restoring:
         missing = set() if state["is_partial"] else present - self._undeclared(saved)
         left_over = self._undeclared((saved - present) | lacking)
         if missing or left_over:
-            shown = [
-                ", ".join(sorted(as_written(path, anchors.objects) for path in each)) or "nothing"
-                for each in (missing, left_over)
-            ]
+            shown = [", ".join(sorted(each)) or "nothing" for each in (missing, left_over)]
             raise StateError(
                 f"The saved state is not that of this {self._name}. Without saved state: "
                 f"{shown[0]}. Saved, but missing now: {shown[1]}. Create all networks, optimizers "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from operator import is_
 from pathlib import Path
@@ -32,7 +32,6 @@ from helios.storage.container_checks import (
     reraise_os_error,
 )
 from helios.storage.files import DigestWriter
-from helios.storage.memory_layout import View
 from helios.storage.staging import HostBuffers, compact
 from helios.storage.type_converters import ShardedValue, type_name
 
@@ -335,7 +334,6 @@ class PayloadCoder(Coder):
         self._safe = frozenset(kind for kind in safe_types if isinstance(kind, type))
         # The tensor is kept with its code, since an id is unique only while the object exists.
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        self._replaced: dict[int, dict[str, Any]] = {}
 
     def encode(self, tree: Any) -> Any:
         """Return the code of a payload.
@@ -345,9 +343,7 @@ class PayloadCoder(Coder):
         """
         code = self.code("", tree)
         self.place_views()
-        if not self._replaced:
-            return code
-        return replace_in(code, lambda value: self._replaced.get(id(value), value))
+        return code
 
     def code_other(self, path: str, value: Any) -> Any:
         """Return the code of what a walk has written, or of a value of a user's type."""
@@ -368,16 +364,6 @@ class PayloadCoder(Coder):
             )
         return super().code_other(path, value)
 
-    def keep_plain(self, views: Sequence[View]) -> bool:
-        """Return whether views are tensors that torch saves with the memory that they share."""
-        tensors = [view.part for view in views if isinstance(view.part, Tensor)]
-        homes = {(part.untyped_storage().data_ptr(), part.dtype) for part in tensors}
-        if len(tensors) == len(views) and len(homes) == 1:
-            self.tensors[views[0].path] = tensors
-            return True
-        self._replaced |= {id(v.part): v.code for v in views if isinstance(v.part, Tensor)}
-        return False
-
     def _plain_tensor(self, path: str, value: Tensor) -> Tensor:
         if id(value) in self._tensors:
             return self._tensors[id(value)][1]
@@ -390,7 +376,7 @@ class PayloadCoder(Coder):
             code.requires_grad_(value.requires_grad)
         self._tensors[id(value)] = value, code
         if is_dense:
-            self.views[path] = View(path, code, {TAG: "tensor", "grad": code.requires_grad})
+            self.tensors[path] = [code]
         return code
 
     makers: ClassVar = {**Coder.makers, Tensor: _plain_tensor}
@@ -427,28 +413,12 @@ def fill_sharded(code: Any, find_sharded: FindSharded) -> Any:
         code: what an encoder or anybody else has made.
         find_sharded: returns such a tensor, by name.
     """
-
-    def swap(value: Any) -> Any:
-        is_sharded = isinstance(value, dict) and value.get(TAG) == _SHARDED
-        return find_sharded(str(value.get("name"))) if is_sharded else value
-
-    return replace_in(code, swap)
-
-
-def replace_in(code: Any, swap: Callable[[Any], Any]) -> Any:
-    """Replace values in a code, in place.
-
-    Args:
-        code: what an encoder or anybody else has made.
-        swap: returns what stands in place of a value, or the value.
-    """
     waiting: list[Any] = []
     seen: set[int] = set()
 
     def visit(value: Any) -> Any:
-        found = swap(value)
-        if found is not value:
-            return found
+        if isinstance(value, dict) and value.get(TAG) == _SHARDED:
+            return find_sharded(str(value.get("name")))
         if type(value) is tuple:
             members = tuple(map(visit, value))
             return value if all(map(is_, members, value)) else members

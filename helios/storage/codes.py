@@ -10,7 +10,7 @@ aliases and cycles need no code of their own.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from enum import Enum, Flag
 from itertools import compress, repeat
 from operator import is_
@@ -214,10 +214,6 @@ class Coder:
     def neighbours(self) -> Mapping[str, Any]:
         """Return tensors and arrays, by name, that views may lie in, and that have no code."""
         return {}
-
-    def keep_plain(self, views: Sequence[View]) -> bool:
-        """Return whether views that overlap need no code, since torch keeps what they share."""
-        return False
 
     # ---- one method for each kind
 
