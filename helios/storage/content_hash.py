@@ -15,7 +15,7 @@ import struct
 import zlib
 from array import array
 from collections import UserDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -68,14 +68,16 @@ def read_content(value: Any) -> Content:
         # What most batches are, in one pass.
         if {*map(type, members)} == _TENSOR and not (is_named and {*map(type, value)} != _TEXT):
             names = tuple(value) if is_named else kind.__name__
+            tensors: list[Any] = []
             try:
-                arrays: list[Any] = [*map(Tensor.numpy, members)]
-                return _content_of([*map(crc32, arrays)], names, arrays)
+                tensors = [*map(Tensor.numpy, members)]
+                sums = [*map(crc32, tensors)]
             except (TypeError, RuntimeError, ValueError, BufferError):
-                if all(map(_has_elements, members)):
-                    wholes = [*map(whole_of, members)]
-                    sums = [tensor_sum(each) & _MAX_NUMBER for each in wholes]
-                    return _content_of(sums, names, wholes)
+                tensors = [*map(whole_of, members)] if all(map(_has_elements, members)) else []
+                sums = [tensor_sum(each) & _MAX_NUMBER for each in tensors]
+            if tensors:
+                base, factors = _weigh(names, tuple(map(_form_of, tensors)))
+                return Content((base + sum(map(mul, sums, factors))) & _MAX_NUMBER)
     reader = _Reader()
     return Content(hash_bytes(reader.read(value)), reader.num_unseen)
 
@@ -121,15 +123,6 @@ def add_over(block: range, values: Iterable[int]) -> int:
 def hash_bytes(data: bytes) -> int:
     """Return 64 bits over bytes."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
-
-
-def _content_of(
-    sums: Sequence[int], kind: str | tuple[str, ...], tensors: Sequence[Any]
-) -> Content:
-    """Return the content of a flat container of tensors, by their checksums."""
-    base, factors = _weigh(kind, tuple(map(_form_of, tensors)))
-    total: int = base + sum(map(mul, sums, factors))
-    return Content(total & _MAX_NUMBER)
 
 
 def _has_elements(tensor: Tensor) -> bool:
