@@ -421,10 +421,7 @@ def _with_sidecars(checkpoints: Iterable[Path]) -> list[Path]:
 
 def _move_to_new_folder(folder: Path, moved: Iterable[Path], copied: Iterable[Path] = ()) -> Path:
     first = f"before-{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    target, number = folder / first, 1
-    while target.exists():
-        number += 1
-        target = folder / f"{first}-{number}"
+    target = files.find_free(lambda n: folder / (first if n == 1 else f"{first}-{n}"))
     files.make_folder(target)
     for path in copied:
         files.copy_durably(path, target / path.name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import re
 import tempfile
@@ -63,18 +64,14 @@ def replace(source: Path, target: Path) -> None:
     source.replace(target)
 
 
-def find_free(path: Path) -> Path:
-    """Return the path of a file that is put aside: the first free ``<stem>.before-<n><suffix>``."""
-    number, target = 1, path
-    while target.exists():
-        target = path.with_name(f"{path.stem}.before-{number}{path.suffix}")
-        number += 1
-    return target
+def find_free(make: Callable[[int], Path]) -> Path:
+    """Return the first path that does not exist, of those that are made of 1, 2, 3 ..."""
+    return next(path for path in map(make, itertools.count(1)) if not path.exists())
 
 
 def rename_aside(path: Path) -> Path:
     """Rename a file durably to ``<stem>.before-<n><suffix>``, and return the new path."""
-    target = find_free(path)
+    target = find_free(lambda n: path.with_name(f"{path.stem}.before-{n}{path.suffix}"))
     replace(path, target)
     fsync_folder(target.parent)
     return target

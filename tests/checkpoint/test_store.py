@@ -12,6 +12,7 @@ import pytest
 
 from helios.checkpoint import file_names
 from helios.checkpoint.checkpoint_writer import PlainWriter
+from helios.checkpoint.loading import read_sidecar
 from helios.checkpoint.store import CheckpointStore, PendingCheckpoint, RunFolder
 from helios.storage import files
 from tests.checkpoint.helpers import make_payload, make_sidecar, names, save
@@ -129,9 +130,9 @@ def test_a_deletion_that_fails_is_a_warning(
 @pytest.mark.shows("S32")
 def test_the_end_of_a_run_is_noted_under_the_same_digest(folder: RunFolder) -> None:
     path = save(folder, 1, 1)
-    before = folder.read_sidecar(path)
+    before = read_sidecar(path)
     folder.mark_finished(path, "total_steps reached")
-    after = folder.read_sidecar(path)
+    after = read_sidecar(path)
     assert before is not None
     assert after is not None
     assert (before.finished, after.finished) == (None, "total_steps reached")
