@@ -13,7 +13,7 @@ from pathlib import Path
 
 from helios.errors import ArgumentError, CheckpointError
 from helios.migration.folder_migration import migrate_checkpoints
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 
 
 def migrate_checkpoints_to_current_version(root: Path) -> None:

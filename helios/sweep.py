@@ -39,7 +39,6 @@ from helios.plugins.early_stopping import read_score
 from helios.plugins.plugin import Plugin
 from helios.storage import files
 from helios.storage.folder_lock import LOCK_NAME, FolderLock
-from helios.storage.local_paths import as_local_path
 from helios.text import count_text, number_text
 
 try:
@@ -129,7 +128,7 @@ class Sweep:
         sampler: BaseSampler | None = None,
         pruner: BasePruner | None = None,
     ) -> None:
-        self.folder = as_local_path("Sweep(folder=...)", folder).absolute()
+        self.folder = files.as_local_path("Sweep(folder=...)", folder).absolute()
         if self.folder.exists() and not self.folder.is_dir():
             raise ArgumentError(
                 f"Sweep(folder=...) must be a folder, got the file {str(folder)!r}. Pass another."

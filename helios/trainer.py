@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from helios.best import Scores
 from helios.checkpoint.file_names import find_last_checkpoint
-from helios.checkpoint.schema_upgrades import (
+from helios.checkpoint.loading import (
     get_trainer_safe_types_for_load,
     register_trainer_types_for_safe_load,
 )

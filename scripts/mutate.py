@@ -100,13 +100,9 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "commit": {
         "helios.storage.files": (
             "tests/storage/test_files.py",
-            "tests/checkpoint/test_store.py",
-            "tests/checkpoint/test_kills.py",
-        ),
-        "helios.storage.digest": (
             "tests/storage/test_digest.py",
             "tests/checkpoint/test_store.py",
-            "tests/checkpoint/test_sharded_folders.py",
+            "tests/checkpoint/test_kills.py",
         ),
         "helios.checkpoint.store": (
             "tests/checkpoint/test_store.py",
@@ -115,7 +111,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/checkpoint/test_loading.py",
             "tests/checkpoint/test_kills.py",
         ),
-        "helios.storage.dcp_metadata": ("tests/checkpoint/test_sharded_folders.py",),
+        "helios.storage.dcp_folder": ("tests/checkpoint/test_sharded_folders.py",),
     },
     "ledger line": {
         "helios.ledger.line": (*LEDGER, "tests/ledger/test_verification.py"),

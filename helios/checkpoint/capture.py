@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from helios.checkpoint.record import Record
-from helios.checkpoint.sharded_rows import refer_to_sharded
 from helios.core import rng
 from helios.counters import Cursor, TrainingState
 from helios.engines.engine import Engine
@@ -23,14 +22,13 @@ from helios.errors import StateError
 from helios.findings import Finding, FindingKind, Findings
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
+from helios.storage.dcp_folder import refer_to_sharded
 
 if TYPE_CHECKING:
     from helios.run_parts import RunParts
 
 _LOGGER = logging.getLogger(__name__)
 
-_OWN_PLACES = ("inner",)
-"""Parts of the model's state that each process saves if replicas change them on their own."""
 # What a start finds again, and each process by itself, are the others.
 _OWN_KINDS = (FindingKind.OBSTACLE, FindingKind.UNSHARED)
 
@@ -38,13 +36,8 @@ _OWN_KINDS = (FindingKind.OBSTACLE, FindingKind.UNSHARED)
 def capture(parts: RunParts) -> Record:
     """Return the whole state of a training, by reference; all processes call this together."""
     run, source = parts.run, parts.training_source
-    with parts.model.discovery.keeping_names():
-        model = parts.model.state_dict()
-        plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
-        engine = _state_of_engine(parts.engine)
-        own = {"model": model, "engine": engine}
-        own |= {**_named("plugin", plugins), **_named("loop", loops)}
-        owners, lacking = parts.owner_states.capture(own)
+    trained, own, lacking = _capture_objects(parts)
+    model, owners = trained.model, trained.owners
     is_discovered = _is_discovered(parts.model)
     # A model that overrides state_dict may have a key of this name.
     lost = model.get("missing", {}) if is_discovered else {}
@@ -64,16 +57,16 @@ def capture(parts: RunParts) -> Record:
         cursor=run.cursor.dict(),
         model=model,
         by_rank=by_rank,
-        tables=_capture_tables(parts.model),
+        tables=trained.tables,
         is_manual=run.is_manual,
-        plugins=plugins,
-        loops=loops,
+        plugins=trained.plugins,
+        loops=trained.loops,
         data={
             "description": source.description,
             "state": _capture_data(parts),
             "length": source.pass_length if run.cursor.batch else source.length,
         },
-        engine=engine,
+        engine=trained.engine,
         rng=rng.read_states(),
         num_threads=torch.get_num_threads(),
         num_replicas=parts.replicas.num_replicas,
@@ -162,14 +155,25 @@ def choose_trained(record: Record, replicas: Replicas) -> Trained:
 
 def capture_trained(parts: RunParts) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
+    trained, _, _ = _capture_objects(parts)
+    joined = parts.replicas.join_shards((trained.model, trained.plugins, trained.owners))
+    return dataclasses.replace(
+        trained, **dict(zip(("model", "plugins", "owners"), joined, strict=True))
+    )
+
+
+def _capture_objects(
+    parts: RunParts,
+) -> tuple[Trained, dict[str, dict[str, Any]], dict[str, str]]:
+    """Return what objects hold, what their own ``state_dict`` returned, and what is missing."""
     with parts.model.discovery.keeping_names():
         model, engine = parts.model.state_dict(), _state_of_engine(parts.engine)
         plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
         own = {"model": model, "engine": engine}
         own |= {**_named("plugin", plugins), **_named("loop", loops)}
-        owners, _ = parts.owner_states.capture(own)
-    model, plugins, owners = parts.replicas.join_shards((model, plugins, owners))
-    return Trained(model, _capture_tables(parts.model), plugins, loops, engine, owners)
+        owners, lacking = parts.owner_states.capture(own)
+    tables = _capture_tables(parts.model)
+    return Trained(model, tables, plugins, loops, engine, owners), own, lacking
 
 
 def apply_trained(trained: Trained, parts: RunParts, *, is_inference: bool) -> None:
@@ -281,18 +285,17 @@ def _gather_own_parts(
         return []
     # What an overridden state_dict of the model omits is among the owners.
     is_discovered = _is_discovered(parts.model)
-    objects = model["objects"] if is_discovered else {}
-    own = {
-        "values": model["values"] if is_discovered and unshared else None,
-        "places": {key: model[key] for key in _OWN_PLACES if key in model}
-        if is_discovered and unshared
-        else {},
-        "objects": {
+    of_model: dict[str, Any] = {}
+    if is_discovered and unshared:
+        of_model = {key: model[key] for key in ("values", "inner")}
+        of_model["objects"] = {
             # Sharded tensors are no process's own.
             path: refer_to_sharded(part, root=f"model.objects.{path}")
-            for path, part in objects.items()
+            for path, part in model["objects"].items()
             if _holds_any(path, unshared)
-        },
+        }
+    own = {
+        "model": of_model,
         "data": source.state_dict() if source.state_is_per_process else None,
         "owners": {name: owners[name] for name in differing if name in owners},
         "states": {name: of_users[name] for name in differing if name in of_users},
@@ -333,15 +336,14 @@ def _take_own_part(record: Record, replicas: Replicas) -> Record:
         return record
     own = record.by_rank[replicas.rank]
     model, data = record.model, record.data
-    if own["values"] is not None:
-        objects = {**model["objects"], **own["objects"]}
-        places = own.get("places", {})
-        model = {**model, "values": own["values"], "objects": objects, **places}
+    if own["model"]:
+        objects = {**model["objects"], **own["model"]["objects"]}
+        model = {**model, **own["model"], "objects": objects}
     if own["data"] is not None:
         data = {**data, "state": own["data"]}
-    owners = record.owners | own.get("owners", {})
+    owners = record.owners | own["owners"]
     record = dataclasses.replace(record, model=model, data=data, owners=owners)
-    return _with_states(record, own.get("states", {}))
+    return _with_states(record, own["states"])
 
 
 def _with_states(record: Record, states: Mapping[str, Any]) -> Record:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, final
 
 from helios.checkpoint import file_names
-from helios.checkpoint.sharded_rows import copy_rows, split_sharded
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.sharded_tensors import OwnRows
 from helios.counters import TrainingState
@@ -26,7 +25,8 @@ from helios.listeners import RunListener
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.storage import files
-from helios.storage.digest import FileFacts
+from helios.storage.dcp_folder import copy_rows, split_sharded
+from helios.storage.files import FileFacts
 from helios.storage.staging import HostBuffers
 
 _LOGGER = logging.getLogger(__name__)
@@ -135,6 +135,10 @@ class PlainWriter(CheckpointWriter):
     def _is_first(self) -> bool:
         return self._replicas.rank == 0
 
+    @property
+    def _newest_name(self) -> str:
+        return "none" if self.newest is None else self.newest.name
+
     def save(self, payload: dict[str, Any]) -> Path:
         """Save a payload; see the base."""
         if has_failed():
@@ -155,7 +159,7 @@ class PlainWriter(CheckpointWriter):
             if committed is not None:
                 return committed
             self._thread.copying(pending.encode)
-            self._write(pending, is_now=not pending.is_own)
+            self._write(pending, is_now=self._thread.buffers is None)
             return pending.path
 
         return on_first(self._replicas, write)
@@ -204,24 +208,16 @@ class PlainWriter(CheckpointWriter):
     def _tolerate(self, path: Path, error: OSError) -> None:
         self._refused = (path, error)
         self._announce_failure(path, error)
-        newest = "none" if self.newest is None else self.newest.name
-        what_follows = (
-            "Training continues"
-            if path == self.newest
-            else f"Older checkpoints are unchanged (newest: {newest}), and training continues; the "
-            "next due save tries again"
-        )
         _LOGGER.error(
-            "The checkpoint %s %s: %s. %s. Meanwhile, check the disk (space, quota, permissions).",
+            "The checkpoint %s %s: %s. The newest safe one is %s. Training continues, and the next "
+            "due save tries again. Meanwhile, check the disk (space, quota, permissions).",
             path,
             self._describe_fate(path),
-            _name_cause(path, error),
-            what_follows,
+            error,
+            self._newest_name,
         )
 
     def _describe_fate(self, path: Path) -> str:
-        if path == self.newest:
-            return "is saved, but what records the run has failed"
         if self._find(file_names.parse(path) or (0, 0)) is None:
             return "was NOT saved"
         # The name exists, but the disk has not confirmed that it is durable.
@@ -290,22 +286,14 @@ class PlainWriter(CheckpointWriter):
         if self._refused is not None:
             path, error = self._refused
             raise SaveError(
-                f"The last checkpoint, {path}, {self._describe_fate(path)}: "
-                f"{_name_cause(path, error)}. The newest safe one is "
-                f"{'none' if self.newest is None else self.newest.name}. Make room or correct the "
-                "permissions, and run the same command again: it repeats what is missing, with the "
-                "same bits."
+                f"The last checkpoint, {path}, {self._describe_fate(path)}: {error}. The newest "
+                f"safe one is {self._newest_name}. Make room or correct the permissions, and run "
+                "the same command again: it repeats what is missing, with the same bits."
             ) from error
 
     def close(self) -> None:
         """Wait for the save in progress, whatever has happened, and release the memory."""
         self._thread.close()
-
-
-def _name_cause(path: Path, error: OSError) -> str:
-    """Return what the system has said, without a path that the message has already."""
-    is_known = error.filename is not None and str(error.filename) == str(path)
-    return str(error.strerror) if is_known and error.strerror else str(error)
 
 
 class ShardedWriter(PlainWriter):
@@ -344,8 +332,7 @@ class ShardedWriter(PlainWriter):
             copies.append(self._copies.copying(partial(copy_rows, rows)))
             for pending in described:
                 self._thread.copying(pending.encode)
-            are_own = self._copies.buffers is not None
-            return are_own and all(pending.is_own for pending in described)
+            return self._copies.buffers is not None and self._thread.buffers is not None
 
         # No process begins to write before all have copied: an error would leave others waiting.
         is_now = not all(on_each(self._replicas, copy))
@@ -387,7 +374,6 @@ class ShardedWriter(PlainWriter):
             self._copies.close()
 
 
-_START_SECONDS = 1.0
 Result = TypeVar("Result")
 
 
@@ -434,25 +420,21 @@ class WriterThread:
 
     def start(self, work: Callable[[], None]) -> None:
         """Begin with the next work; the one before must have ended."""
-        has_begun = threading.Event()
 
         def run() -> None:
-            has_begun.set()
             try:
                 work()
             finally:
                 self._is_idle.set()
 
+        thread = threading.Thread(target=run, name=self._name)
         self._is_idle.clear()
-        self._thread = threading.Thread(target=run, name=self._name)
         try:
-            self._thread.start()
-        except BaseException:
-            # An interruption leaves it unknown whether the thread was started.
-            if not has_begun.wait(_START_SECONDS):
-                self._thread = None
-                self._is_idle.set()
+            thread.start()
+        except RuntimeError:
+            self._is_idle.set()
             raise
+        self._thread = thread
 
     def wait(self) -> None:
         """Wait until no work is in progress."""

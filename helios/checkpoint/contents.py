@@ -16,11 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from helios.checkpoint import file_names, schema_upgrades
+from helios.checkpoint import file_names
 from helios.checkpoint.sidecar import Sidecar
-from helios.errors import DamagedCheckpointError
+from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.storage.container_checks import check_container, check_directory
-from helios.storage.digest import FileFacts, digest_file
+from helios.storage.files import FileFacts, digest_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 RECORD_NAME = "record.pth"
 METADATA_NAME = ".metadata"
+INDEX_NAME = "index.pth"
 _ROWS = ".distcp"
 
 
@@ -124,9 +125,9 @@ class WholeFile(Contents):
         if sidecar is not None and sidecar.digest:
             found = digest_file(path, self.watch)
             if found != sidecar.digest:
-                if found == sidecar.extra.get(file_names.SOURCE_DIGEST):
+                if found == sidecar.source_digest:
                     # The old file was put back: it is intact, and must not be renamed.
-                    raise schema_upgrades.unmigrated(path)
+                    raise unmigrated(path)
                 raise DamagedCheckpointError(
                     f"{path} is damaged: its bytes do not match the digest in its sidecar. "
                     "Remove it, or use another checkpoint."
@@ -199,7 +200,7 @@ class ShardedFolder(Contents):
             info = get_dist_info()
             first, step = info.local_rank, info.local_world_size
         rows = sorted(name for name in self._sizes if name.endswith(_ROWS))[first::step]
-        for name in (RECORD_NAME, METADATA_NAME, *rows):
+        for name in (RECORD_NAME, METADATA_NAME, INDEX_NAME, *rows):
             expected = self._facts[name].digest if name in self._facts else ""
             if expected and digest_file(self.path / name, self.watch) != expected:
                 raise DamagedCheckpointError(
@@ -229,7 +230,7 @@ class ShardedFolder(Contents):
         """Return what finds sharded tensors by name; those with a prefix are not read yet."""
         from helios.core.sharded_tensors import make_deferred_tensor, value_of
 
-        tensors = self._rows.open_tensors()
+        tensors = self._rows.tensors
         found: dict[Any, Tensor] = {}
 
         def find(name: str) -> Tensor:
@@ -268,3 +269,11 @@ def open_contents(path: Path, sidecar: Sidecar | None = None) -> Contents:
         OSError: if the file system cannot read it.
     """
     return ShardedFolder(path, sidecar) if file_names.is_folder(path) else WholeFile(path)
+
+
+def unmigrated(path: Path) -> IncompatibleCheckpointError:
+    """Return the error for a file of helios-ml, with the way to migrate it."""
+    return IncompatibleCheckpointError(
+        f"{path} was written by helios-ml, the earlier package, in a format that is no longer "
+        f"read. Migrate it with: python -m chkpt_migrator {path.parent}"
+    )

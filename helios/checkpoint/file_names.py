@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from helios.errors import ArgumentError, CheckpointError, UsageError
-from helios.storage.files import TEMPORARY_SUFFIX
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import TEMPORARY_SUFFIX, as_local_path, find_free
 
 Found = TypeVar("Found")
 
@@ -38,9 +37,6 @@ KEY_PLUGINS = "plugins"
 KEY_NUM_REPLICAS = "num_replicas"
 KEY_OPTIONS = "options"
 KEY_MIGRATED_FROM = "migrated_from"
-
-SOURCE_DIGEST = "source_digest"
-"""The entry of a migrated file's sidecar that identifies the original file."""
 
 SUFFIX = ".pth"
 FOLDER_SUFFIX = ".ckpt"
@@ -185,11 +181,9 @@ def described_by(sidecar: Path) -> tuple[Path, ...]:
 
 def damaged_path(path: Path) -> Path:
     """Return a free name for a damaged file, so that no earlier one is overwritten."""
-    result, number = path.with_name(path.name + DAMAGED_SUFFIX), 1
-    while result.exists():
-        number += 1
-        result = path.with_name(f"{path.name}.{number}{DAMAGED_SUFFIX}")
-    return result
+    return find_free(
+        lambda n: path.with_name(f"{path.name}{f'.{n}' if n > 1 else ''}{DAMAGED_SUFFIX}")
+    )
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, IntEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from pathlib import Path, PosixPath, WindowsPath
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
-from helios.checkpoint import file_names, schema_upgrades
-from helios.checkpoint.contents import Contents, WholeFile, open_contents
-from helios.checkpoint.record import Record
+from helios.checkpoint import file_names
+from helios.checkpoint.contents import Contents, WholeFile, open_contents, unmigrated
+from helios.checkpoint.record import REQUIRED, Record
 from helios.checkpoint.sidecar import Sidecar, check_schema
 from helios.counters import TrainingState
 from helios.errors import (
@@ -25,15 +24,16 @@ from helios.errors import (
     DamagedCheckpointError,
     IncompatibleCheckpointError,
 )
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 
 if TYPE_CHECKING:
     from helios.core.sharded_tensors import RowShare
 
 _LOGGER = logging.getLogger(__name__)
 
-# Packages with functions but no types of users: torch refuses most of them, too.
-_NEVER_TYPES = frozenset(("builtins", "nt", "os", "posix", "runpy", "subprocess", "sys"))
+# Modules whose objects the released versions of helios-ml pickled; Helios writes none of them.
+_OLD_MODULES = ("helios.", "pathlib.")
+_COUNTERS = ("global_epoch", "global_iteration")
 
 
 class Condition(Enum):
@@ -49,61 +49,32 @@ class Condition(Enum):
 
 
 class Checked(Enum):
-    """How far the bytes of a file were compared with what was written."""
+    """How the bytes of a file were compared with what was written."""
 
     NOTHING = "nothing"
-    CONTAINER = "container"
-    STRUCTURE = "structure"
     SUMS = "sums"
     DIGEST = "digest"
 
 
 class Depth(IntEnum):
-    """What of a file is read; each level includes those before it.
+    """What of a file is read besides its sidecar; each level includes those before it.
 
-    A glance reads names, the sidecar and the header, which is the directory of the container, and
-    the structure only if there is no sidecar. Reading the structure takes a second for some ten
-    thousand tensors.
+    The header is the directory of the container. Without a sidecar, the structure is read with it,
+    which takes a second for some ten thousand tensors.
     """
 
-    NAMES = 1
-    SIDECAR = 2
-    HEADER = 3
-    STRUCTURE = 4
-    BYTES = 5
-
-    GLANCE = HEADER
+    HEADER = 1
+    STRUCTURE = 2
+    BYTES = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """A check of a file.
-
-    Attributes:
-        reads: what of the file it reads.
-        run: raises if it finds a fault.
-        when_incompatible: what a file is that cannot be used for another reason than damage.
-        shows_content: whether tools run it after a fault, too, for what can be shown of the file.
-    """
-
-    reads: Depth
-    run: Callable[[], None]
-    when_incompatible: Condition = Condition.FOREIGN
-    shows_content: bool = False
-
-    def condition(self, error: Exception) -> Condition:
-        """Return what the file is in which this check has found a fault."""
-        if isinstance(error, DamagedCheckpointError):
-            return Condition.DAMAGED
-        is_incompatible = isinstance(error, IncompatibleCheckpointError)
-        # Intact bytes that look damaged here.
-        if not is_incompatible or isinstance(error.__cause__, DamagedCheckpointError):
-            return Condition.UNREADABLE
-        return self.when_incompatible
+Check: TypeAlias = tuple[Callable[[], None], Condition]
+"""A check, and what a file is that cannot be used for another reason than damage."""
 
 
-class FileChecks(ABC):
-    """The checks of one file, and the facts that they have found.
+@final
+class FileChecks:
+    """The checks of one file, in the order of its methods, and the facts that they have found.
 
     Args:
         path: the ``.pth`` file or ``.ckpt`` folder; its sidecar is expected beside it.
@@ -112,11 +83,12 @@ class FileChecks(ABC):
 
     Attributes:
         path: as given.
-        size: the size of the file in bytes.
+        contents: the file or folder.
+        size: the size of all files in bytes.
         sidecar: its sidecar, if there is one and it can be read.
-        checked: how far its bytes were compared.
+        checked: how its bytes were compared.
         tree: its content; ``None`` until it is read.
-        names: types in it that loading builds only if ``types_for_safe_load`` returns them.
+        names: types and functions that it refers to, as no checkpoint does.
     """
 
     def __init__(
@@ -126,6 +98,7 @@ class FileChecks(ABC):
         watch: Callable[[int], object] | None = None,
     ) -> None:
         self.path = path
+        self.contents: Contents = WholeFile(path)
         self.size = 0
         self.sidecar: Sidecar | None = None
         self.checked = Checked.NOTHING
@@ -133,41 +106,20 @@ class FileChecks(ABC):
         self.names: list[str] = []
         self._share = share
         self._watch = watch
-        self._contents: Contents = WholeFile(path)
 
-    def __iter__(self) -> Iterator[Check]:
-        """Yield all checks in their order; each may rely on those before it."""
-        yield Check(Depth.SIDECAR, self._read_sidecar, Condition.NEWER)
-        yield Check(Depth.NAMES, self._find_files, shows_content=True)
-        yield Check(Depth.HEADER, self._check_header)
-        yield Check(Depth.BYTES, self._compare_bytes, Condition.UNMIGRATED)
-        yield Check(Depth.STRUCTURE, self._read_content, shows_content=True)
-        yield Check(Depth.STRUCTURE, self._refuse_functions)
-        yield Check(Depth.STRUCTURE, self._refuse_old_objects, Condition.UNMIGRATED)
-        yield Check(Depth.STRUCTURE, self._refuse_unmigrated, Condition.UNMIGRATED)
-        yield Check(Depth.STRUCTURE, self._refuse_foreign)
-        yield Check(Depth.STRUCTURE, self._check_format, Condition.NEWER)
-        yield Check(Depth.STRUCTURE, self._check_keys)
-        yield Check(Depth.STRUCTURE, self._check_numbers)
-        yield Check(Depth.STRUCTURE, self._check_agreement)
-
-    @abstractmethod
-    def _read(self, contents: Contents) -> tuple[Any, list[str]]:
-        """Return the content, and the names of types in it that loading would reject."""
-
-    def _find_files(self) -> None:
-        """Check that all files are there, with the sizes that they were written with."""
-        self._contents = open_contents(self.path, self.sidecar)
-        self._contents.watch = self._watch
-        self.size = self._contents.size
-
-    def _read_sidecar(self) -> None:
+    def read_sidecar(self) -> None:
+        """Read the sidecar, if there is one."""
         self.sidecar = read_sidecar(self.path)
 
-    def _check_header(self) -> None:
+    def find_files(self) -> None:
+        """Check that all files are there, with the sizes that they were written with."""
+        self.contents = open_contents(self.path, self.sidecar)
+        self.contents.watch = self._watch
+        self.size = self.contents.size
+
+    def check_header(self) -> None:
         """Check the directory of the container, and that name and sidecar agree."""
-        self._contents.check_container()
-        self.checked = Checked.CONTAINER
+        self.contents.check_container()
         if (sidecar := self.sidecar) is not None:
             state = {"global_epoch": sidecar.epoch, "global_iteration": sidecar.iteration}
             said = {
@@ -176,63 +128,97 @@ class FileChecks(ABC):
             }
             check_agreement(self.path.name, said, sidecar)
 
-    def _compare_bytes(self) -> None:
+    def compare_bytes(self) -> None:
         """Compare every byte with the digest, or the records with the container's checksums."""
-        is_verified = self._contents.compare_bytes(self.sidecar, self._share)
+        is_verified = self.contents.compare_bytes(self.sidecar, self._share)
         self.checked = Checked.DIGEST if is_verified else Checked.SUMS
 
-    def _read_content(self) -> None:
+    def read_structure(self) -> None:
+        """Read the content without its tensors, and the names of types that loading rejects."""
+        self.tree, self.names = self._reading(self.contents.read_structure)
+
+    def read(self, safe_types: list[Any], *, maps: bool) -> None:
+        """Read the content, with tensors on the CPU."""
+        maps = maps and self.checked is Checked.DIGEST
+        self.tree = self._reading(
+            lambda: self.contents.read(safe_types, maps=maps, share=self._share)
+        )
+
+    def _reading(self, read: Callable[[], Any]) -> Any:
         try:
-            self.tree, self.names = self._read(self._contents)
+            return read()
         except DamagedCheckpointError as error:
             if self.checked is not Checked.DIGEST:
                 raise
             # The cause is something else, such as an older PyTorch: if it were renamed as damaged,
             # every good checkpoint of the run would be lost.
             raise IncompatibleCheckpointError(
-                f"{self._contents.record_path} holds the bytes that were written, but cannot be "
+                f"{self.contents.record_path} holds the bytes that were written, but cannot be "
                 f"read here: {error} It may have been written with another version of PyTorch. "
                 "Nothing was renamed."
             ) from error
-        if self.checked is Checked.CONTAINER:
-            self.checked = Checked.STRUCTURE
 
-    def _refuse_functions(self) -> None:
-        found = [name for name in self.names if name.split(".")[0] in _NEVER_TYPES]
-        if found:
-            raise IncompatibleCheckpointError(
-                f"{self.path} refers to {', '.join(found)}, which no checkpoint does. None of it "
-                "was called; do not load the file unless you know who wrote it."
-            )
-
-    def _refuse_old_objects(self) -> None:
-        # A user's own object may contain a path, as the files of helios-ml do.
-        is_ours = isinstance(self.tree, Mapping) and file_names.KEY_SCHEMA in self.tree
-        schema_upgrades.refuse_old_globals(self.path, [] if is_ours else self.names)
+    def of_content(self) -> tuple[Check, ...]:
+        """Return the checks of the content; each may rely on those before it."""
+        return (
+            (self._refuse_unmigrated, Condition.UNMIGRATED),
+            (self._refuse_names, Condition.FOREIGN),
+            (self._refuse_foreign, Condition.FOREIGN),
+            (self._check_format, Condition.NEWER),
+            (self._check_keys, Condition.FOREIGN),
+            (lambda: check_agreement(self.path.name, self.tree, self.sidecar), Condition.FOREIGN),
+        )
 
     def _refuse_unmigrated(self) -> None:
-        schema_upgrades.refuse_unmigrated(self.path, self.tree)
+        keys = self.tree if isinstance(self.tree, Mapping) else {}
+        # A user's own object may contain a path, as the files of helios-ml do.
+        if file_names.KEY_SCHEMA not in keys:
+            refuse_old_globals(self.path, self.names)
+            if file_names.KEY_TRAINING_STATE in keys:
+                raise unmigrated(self.path)
+
+    def _refuse_names(self) -> None:
+        if self.names:
+            raise IncompatibleCheckpointError(
+                f"{self.path} refers to {', '.join(self.names)}, which no checkpoint does. None of "
+                "it was called; do not load the file unless you know who wrote it."
+            )
 
     def _refuse_foreign(self) -> None:
-        schema_upgrades.refuse_foreign(self.path, self.tree)
+        if not isinstance(self.tree, Mapping) or file_names.KEY_SCHEMA not in self.tree:
+            kind = type(self.tree).__name__
+            raise self._foreign(f"it holds a {kind} without {file_names.KEY_SCHEMA!r}")
 
     def _check_format(self) -> None:
         check_schema(self.tree[file_names.KEY_SCHEMA], name=str(self.path))
 
     def _check_keys(self) -> None:
-        schema_upgrades.refuse_missing_keys(self.path, self.tree)
+        required = (file_names.KEY_SCHEMA, file_names.KEY_VERSION, *REQUIRED)
+        missing = [key for key in required if key not in self.tree]
+        state = self.tree.get(file_names.KEY_TRAINING_STATE)
+        counters = state if isinstance(state, Mapping) else {}
+        missing += [key for key in _COUNTERS if key not in counters]
+        if missing:
+            raise self._foreign(f"it lacks {', '.join(map(repr, missing))}")
+        numbers = [counters[key] for key in _COUNTERS] + [self.tree[file_names.KEY_NUM_REPLICAS]]
+        if any(type(number) is not int for number in numbers):
+            raise self._foreign("its counters are not integers")
 
-    def _check_numbers(self) -> None:
-        state = self.tree[file_names.KEY_TRAINING_STATE]
-        counters = [state[name] for name in ("global_epoch", "global_iteration")]
-        if any(type(number) is not int for number in (*counters, self.tree["num_replicas"])):
-            raise IncompatibleCheckpointError(
-                f"{self.path} is not a checkpoint of Helios: its counters are not integers. Move "
-                "it to another folder."
-            )
+    def _foreign(self, reason: str) -> IncompatibleCheckpointError:
+        return IncompatibleCheckpointError(
+            f"{self.path} is not a checkpoint of Helios: {reason}. Move it to another folder, or "
+            "correct the path."
+        )
 
-    def _check_agreement(self) -> None:
-        check_agreement(self.path.name, self.tree, self.sidecar)
+
+def refuse_old_globals(path: Path, names: Iterable[str]) -> None:
+    """Refuse a file that refers to objects that only helios-ml wrote.
+
+    Raises:
+        IncompatibleCheckpointError: with the way to migrate the file.
+    """
+    if any(name.startswith(_OLD_MODULES) for name in names):
+        raise unmigrated(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,24 +306,50 @@ def load_present(
     maps: bool = False,
     share: RowShare | None = None,
 ) -> Loaded:
-    """Load a file that a running training may delete at any moment.
-
-    Args:
-        path: as in :func:`load`.
-        safe_types: as in :func:`load`.
-        maps: as in :func:`load`.
-        share: as in :func:`load`.
+    """Load a file that a running training may delete at any moment; see :func:`load`.
 
     Raises:
         FileNotFoundError: if the file was deleted, before or during reading.
     """
     try:
-        return _Loading(path, list(safe_types), maps=maps, share=share).load()
-    except CheckpointError as error:
+        return _load(FileChecks(path, share), list(safe_types), maps=maps)
+    except (CheckpointError, OSError) as error:
         # A file that was deleted while it is read may look damaged in any way.
         if file_names.is_gone(path):
             raise FileNotFoundError(gone_text(path)) from error
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"The checkpoint {path} could not be read: {error}. Nothing was renamed; check the "
+            "disk and the permissions, and start again."
+        ) from error
+
+
+def _load(file: FileChecks, safe_types: list[Any], *, maps: bool) -> Loaded:
+    # Commands that only list checkpoints use this module, and need no PyTorch.
+    from helios.storage import codec
+
+    file.read_sidecar()
+    file.find_files()
+    if file.sidecar is not None and not file.sidecar.digest:
+        # A run that stores no digest compares no bytes.
+        file.check_header()
+    else:
+        file.compare_bytes()
+    if file.sidecar is None:
+        _LOGGER.warning(
+            "The checkpoint %s has no sidecar: its bytes were not verified against a digest.",
+            file.path,
+        )
+    try:
+        file.read(safe_types, maps=maps)
+    except IncompatibleCheckpointError:
+        path = file.contents.record_path
+        refuse_old_globals(path, codec.unsafe_globals(path))
         raise
+    for check, _ in file.of_content():
+        check()
+    return Loaded(file.path, file.tree, file.sidecar)
 
 
 def gone_text(path: Path) -> str:
@@ -346,65 +358,6 @@ def gone_text(path: Path) -> str:
         f"There is no file at {path}. A running training may have deleted it in the meantime, if "
         "it keeps only some checkpoints: use a newer one. Otherwise, correct the path."
     )
-
-
-@final
-class _Loading(FileChecks):
-    """The checks of a file whose tensors are read.
-
-    Args:
-        path: the file.
-        safe_types: types that may be built.
-        maps: whether verified tensors may be mapped from the file.
-        share: as in :class:`FileChecks`.
-    """
-
-    def __init__(
-        self, path: Path, safe_types: list[Any], *, maps: bool, share: RowShare | None
-    ) -> None:
-        super().__init__(path, share)
-        self._types = safe_types
-        self._maps = maps
-
-    def load(self) -> Loaded:
-        """Run the checks up to the first fault."""
-        try:
-            for check in self:
-                if check.reads is not self._skipped:
-                    check.run()
-        except OSError as error:
-            raise CheckpointError(
-                f"The checkpoint {self.path} could not be read: {error}. Nothing was renamed; "
-                "check the disk and the permissions, and start again."
-            ) from error
-        return Loaded(self.path, self.tree, self.sidecar)
-
-    @property
-    def _skipped(self) -> Depth:
-        """Comparing all bytes includes the header; a run that stores no digest compares none."""
-        is_off = self.sidecar is not None and not self.sidecar.digest
-        return Depth.BYTES if is_off else Depth.HEADER
-
-    def _read(self, contents: Contents) -> tuple[Any, list[str]]:
-        # Commands that only list checkpoints use this module, and need no PyTorch.
-        from helios.storage import codec
-
-        if self.sidecar is None:
-            _LOGGER.warning(
-                "The checkpoint %s has no sidecar: its bytes were not verified against a digest.",
-                self.path,
-            )
-        maps = self._maps and self.checked is Checked.DIGEST
-        try:
-            return contents.read(self._types, maps=maps, share=self._share), []
-        except IncompatibleCheckpointError:
-            path = contents.record_path
-            schema_upgrades.refuse_old_globals(path, codec.unsafe_globals(path, self._types))
-            raise
-
-    def _check_format(self) -> None:
-        super()._check_format()
-        self.tree = schema_upgrades.upgrade(self.tree, schema_upgrades.STEPS)
 
 
 def check_agreement(name: str, payload: dict[str, Any], sidecar: Sidecar | None) -> None:
@@ -450,3 +403,16 @@ def load_checkpoint(path: str | Path, safe_types: Iterable[Any] = ()) -> dict[st
     payload = load(as_local_path("load_checkpoint(path=...)", path), safe_types).payload
     state = TrainingState(**payload[file_names.KEY_TRAINING_STATE])
     return payload | {file_names.KEY_TRAINING_STATE: state}
+
+
+def get_trainer_safe_types_for_load() -> list[Any]:
+    """Return the types, beside plain ones, that ``weights_only`` must admit for old checkpoints."""
+    return [TrainingState, PosixPath, WindowsPath]
+
+
+def register_trainer_types_for_safe_load() -> None:
+    """Register these types with ``torch.serialization.add_safe_globals``."""
+    # What only lists checkpoints uses this module, and needs no PyTorch.
+    import torch
+
+    torch.serialization.add_safe_globals(get_trainer_safe_types_for_load())

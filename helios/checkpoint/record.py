@@ -29,9 +29,8 @@ class Record:
         training_state: the counters.
         cursor: the position in the data.
         model: what the model's ``state_dict`` returned.
-        by_rank: state that differs between processes, by rank: ``values``, ``places`` and
-            ``objects`` of the model, ``owners``, and the state of its ``data``; empty if nothing
-            differs.
+        by_rank: state that differs between processes, by rank: parts of the ``model``, ``owners``,
+            ``states`` of user code, and that of its ``data``; empty if nothing differs.
         tables: the model's tables of losses and scores.
         is_manual: whether the model steps its optimizers itself; ``None`` before the first step.
         plugins: states by id.

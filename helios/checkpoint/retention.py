@@ -7,7 +7,6 @@ one, and the newest with a readable sidecar, are always kept.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -19,9 +18,7 @@ from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.status import Status
 from helios.errors import CheckpointError
-from helios.storage.local_paths import as_local_path
-
-_LOGGER = logging.getLogger(__name__)
+from helios.storage.files import as_local_path
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -189,7 +186,6 @@ class Retention:
         self._options = options
         # A run saves often, and its sidecars do not change: each is read once.
         self._known: dict[Path, Entry] = {}
-        self._newest: Path | None = None
 
     def plan(self, entries: Sequence[Entry], protected: Collection[Path] = ()) -> list[Entry]:
         """Return the checkpoints to delete; see :func:`plan`.
@@ -203,26 +199,7 @@ class Retention:
         if needs_sidecars(self._options):
             entries = [self._known.get(entry.path) or with_sidecar(entry) for entry in entries]
             self._known = {entry.path: entry for entry in entries if entry.is_known}
-            self._note_equal(sorted(self._known.values()))
         return plan(entries, self._options, protected)
-
-    def _note_equal(self, ranked: list[Entry]) -> None:
-        """Log, once, that the newest checkpoint is as good as the best one."""
-        rule = self._options.keep_best
-        if rule is None or not ranked or ranked[-1].path == self._newest:
-            return
-        newest = ranked[-1]
-        self._newest = newest.path
-        best = find_best(ranked, dataclasses.replace(rule.rule, count=1))
-        score = newest.metrics.get(rule.metric)
-        if best and best[0] is not newest and best[0].metrics[rule.metric] == score:
-            _LOGGER.info(
-                "%s and %s have the same %s, %s: the earlier one stays the best checkpoint.",
-                newest.path.stem,
-                best[0].path.stem,
-                rule.metric,
-                score,
-            )
 
 
 def with_sidecar(entry: Entry) -> Entry:

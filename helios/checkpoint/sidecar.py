@@ -6,7 +6,6 @@ either file are detected.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import json
@@ -17,45 +16,11 @@ from typing import Any
 from helios.best import BestSoFar
 from helios.checkpoint.file_names import FIRST_SCHEMA, SCHEMA
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import Level
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
-from helios.findings import FindingKind
-from helios.storage.digest import FileFacts
+from helios.findings import FindingKind, Level
+from helios.storage.files import FileFacts
 
 _CHECK = "check"
-_TYPES: dict[str, tuple[type, ...]] = {
-    "digest": (str,),
-    "schema": (int,),
-    "version": (str,),
-    "run_name": (str,),
-    "num_replicas": (int,),
-    "epoch": (int,),
-    "iteration": (int,),
-    "metrics": (dict,),
-    "level": (str,),
-    "finished": (str, type(None)),
-    "resumed_from": (str, type(None)),
-    "changes": (list,),
-    "options": (dict,),
-    "count": (int, type(None)),
-    "missing": (dict,),
-    "claims": (list,),
-    "ledger": (dict, type(None)),
-    "best": (dict, type(None)),
-    "averages": (list,),
-    "step": (int, type(None)),
-    "migrated_from": (str, type(None)),
-    "files": (dict,),
-}
-# Keys that are not written where there is nothing to say.
-_OPTIONAL: dict[str, Any] = {
-    "ledger": None,
-    "best": None,
-    "averages": [],
-    "step": None,
-    "migrated_from": None,
-    "files": {},
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +53,7 @@ class Sidecar:
         step: optimizer steps at the safe point; ``None`` if unknown.
         migrated_from: the version of helios-ml that wrote the original; ``None`` if none did.
         files: size and digest of each file of a sharded checkpoint, by name.
-        extra: further entries of a file, kept when it is written again.
+        source_digest: that of the file from which it was migrated; empty for none.
     """
 
     run_name: str
@@ -113,7 +78,7 @@ class Sidecar:
     step: int | None = None
     migrated_from: str | None = None
     files: dict[str, FileFacts] = dataclasses.field(default_factory=dict)
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    source_digest: str = ""
 
     @property
     def names_run(self) -> bool:
@@ -167,13 +132,8 @@ class Sidecar:
 
     def to_json(self) -> str:
         """Return the text of the file."""
-        table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        extra = table.pop("extra")
-        for key in _OPTIONAL:
-            if table[key] in (None, [], {}):
-                del table[key]
-        table["metrics"] = {name: float(value) for name, value in self.metrics.items()}
-        plain = json_value(extra | table)
+        metrics = {name: float(value) for name, value in self.metrics.items()}
+        plain = json_value({**vars(self), "metrics": metrics})
         return json.dumps(plain | {_CHECK: _checksum(plain)}, indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -196,23 +156,15 @@ class Sidecar:
         if check != _checksum(table):
             raise _unreadable(name, "its checksum does not match")
         check_schema(table.get("schema"), name=name)
-        return cls._from_table(table, name)
-
-    @classmethod
-    def _from_table(cls, table: dict[str, Any], name: str) -> Sidecar:
-        known = copy.deepcopy(_OPTIONAL)
-        known |= {key: table.pop(key) for key in _TYPES if key in table}
-        for key, types in _TYPES.items():
-            if type(known.get(key)) not in types:
-                raise _unreadable(name, f"{key!r} is missing or of the wrong type")
+        known = {
+            each.name: table[each.name] for each in dataclasses.fields(cls) if each.name in table
+        }
         try:
             known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
             known["files"] = {key: FileFacts(*facts) for key, facts in known["files"].items()}
-        except (ValueError, TypeError):
-            raise _unreadable(
-                name, "a metric is not a number, or a file is not described"
-            ) from None
-        return cls(**known, extra=table)
+            return cls(**known)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise _unreadable(name, "it does not say what a sidecar says") from None
 
 
 def check_schema(schema: Any, *, name: str) -> None:

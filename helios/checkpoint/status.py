@@ -11,13 +11,12 @@ import os
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from helios.checkpoint import file_names
-from helios.checkpoint.contents import Contents
 from helios.checkpoint.loading import Check, Checked, Condition, Depth, FileChecks, gone_text
 from helios.checkpoint.sidecar import Sidecar
-from helios.errors import CheckpointError
+from helios.errors import CheckpointError, DamagedCheckpointError, IncompatibleCheckpointError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,6 @@ class Status:
         place: (epoch, iteration) in its name; ``None`` if there is none.
         sidecar: its sidecar, if there is one and it can be read.
         checked: how far its bytes were compared.
-        needs: names of types that loading builds only if ``types_for_safe_load`` returns them.
     """
 
     path: Path
@@ -42,7 +40,6 @@ class Status:
     place: tuple[int, int] | None = None
     sidecar: Sidecar | None = None
     checked: Checked = Checked.NOTHING
-    needs: tuple[str, ...] = ()
 
     @property
     def is_good(self) -> bool:
@@ -62,7 +59,7 @@ class Status:
 
 
 def examine(
-    path: Path, depth: Depth = Depth.GLANCE, watch: Callable[[int], object] | None = None
+    path: Path, depth: Depth = Depth.HEADER, watch: Callable[[int], object] | None = None
 ) -> Status:
     """Examine a file; nothing in it is executed, and nothing is renamed.
 
@@ -88,60 +85,63 @@ def look_into(
         The status, and the tree of the file from
         :func:`helios.storage.codec.read_structure`; ``None`` if it was not or cannot be read.
     """
-    look = _Look(path, watch)
-    return look.run(depth), look.tree
+    file = FileChecks(path, watch=watch)
+    faults = _find_faults(file, depth)
+    if faults and file_names.is_gone(path):
+        # A file that was deleted while it is read may look damaged in any way.
+        faults = [(Condition.UNREADABLE, gone_text(path))]
+    condition, reason = faults[0] if faults else (Condition.GOOD, "")
+    status = Status(
+        path,
+        condition,
+        reason=reason,
+        size=file.size,
+        place=file_names.parse(path),
+        sidecar=file.sidecar,
+        checked=file.checked,
+    )
+    return status, file.tree
 
 
-@final
-class _Look(FileChecks):
-    """The checks of a file whose tensors are not read; the first fault is kept.
+def _find_faults(file: FileChecks, depth: Depth) -> list[tuple[Condition, str]]:
+    """Run the checks up to the first fault, and what can be shown of the file in any case."""
+    faults: list[tuple[Condition, str]] = []
 
-    Args:
-        path: the file.
-        watch: called with numbers of bytes while all of them are read.
-    """
-
-    def __init__(self, path: Path, watch: Callable[[int], object] | None) -> None:
-        super().__init__(path, watch=watch)
-        self._fault: tuple[Condition, str] | None = None
-
-    def run(self, depth: Depth) -> Status:
-        for check in self:
-            # Without a sidecar, only the content says what a file is.
-            is_alone = self.sidecar is None and self.checked is not Checked.NOTHING
-            limit = Depth.STRUCTURE if is_alone and depth is Depth.HEADER else depth
-            if check.reads <= limit and (check.shows_content or self._fault is None):
-                self._attempt(check)
-        condition, reason = self._fault or (Condition.GOOD, "")
-        return Status(
-            self.path,
-            condition,
-            reason=reason,
-            size=self.size,
-            place=file_names.parse(self.path),
-            sidecar=self.sidecar,
-            checked=self.checked,
-            needs=tuple(self.names),
-        )
-
-    def _attempt(self, check: Check) -> None:
-        """Run a check; what it raises is recorded, if it is the first fault."""
+    def attempt(check: Callable[[], None], condition: Condition) -> None:
         try:
-            check.run()
+            check()
         except CheckpointError as error:
-            self._record(check.condition(error), str(error))
+            faults.append((_condition_of(error, condition), str(error)))
         except (OSError, MemoryError, RecursionError) as error:
             what = str(error) or type(error).__name__
-            self._record(Condition.UNREADABLE, f"{self.path} could not be read: {what}.")
+            faults.append((Condition.UNREADABLE, f"{file.path} could not be read: {what}."))
 
-    def _record(self, condition: Condition, reason: str) -> None:
-        if file_names.is_gone(self.path):
-            # A file that was deleted while it is read may look damaged in any way.
-            condition, reason = Condition.UNREADABLE, gone_text(self.path)
-        self._fault = self._fault or (condition, reason)
+    def attempt_all(*checks: Check) -> None:
+        for check in checks:
+            if not faults:
+                attempt(*check)
 
-    def _read(self, contents: Contents) -> tuple[Any, list[str]]:
-        return contents.read_structure()
+    attempt(file.read_sidecar, Condition.NEWER)
+    attempt(file.find_files, Condition.FOREIGN)
+    attempt_all((file.check_header, Condition.FOREIGN))
+    if depth is Depth.BYTES:
+        attempt_all((file.compare_bytes, Condition.UNMIGRATED))
+    # Without a sidecar, only the content says what a file is.
+    if depth > Depth.HEADER or (file.sidecar is None and not faults):
+        attempt(file.read_structure, Condition.FOREIGN)
+        attempt_all(*file.of_content())
+    return faults
+
+
+def _condition_of(error: CheckpointError, when_incompatible: Condition) -> Condition:
+    """Return what a file is in which a check has found a fault."""
+    if isinstance(error, DamagedCheckpointError):
+        return Condition.DAMAGED
+    is_incompatible = isinstance(error, IncompatibleCheckpointError)
+    # Intact bytes that look damaged here.
+    if not is_incompatible or isinstance(error.__cause__, DamagedCheckpointError):
+        return Condition.UNREADABLE
+    return when_incompatible
 
 
 class StartOutcome(Enum):

@@ -25,7 +25,7 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.core.sharded_tensors import RowShare
 from helios.errors import CheckpointError, DamagedCheckpointError, StateError
 from helios.storage import codec, files
-from helios.storage.digest import FileFacts
+from helios.storage.files import FileFacts
 from helios.storage.staging import HostBuffers
 from helios.version import __version__
 
@@ -52,7 +52,6 @@ class PendingCheckpoint:
         safe_types: types that may be built when it is loaded.
         rows: the files that all processes have written, or the error of one, if it is sharded.
         code: the encoded payload.
-        is_own: whether the memory of that is its own, so that training cannot change it.
     """
 
     path: Path
@@ -61,7 +60,6 @@ class PendingCheckpoint:
     safe_types: Iterable[Any] = ()
     rows: dict[str, FileFacts] | Exception | None = None
     code: Any = None
-    is_own: bool = False
 
     def encode(self, buffers: HostBuffers | None = None) -> None:
         """Encode the payload, in one call, so that aliases are kept; no file is touched.
@@ -75,13 +73,8 @@ class PendingCheckpoint:
             MemoryError: if the copies do not fit.
         """
         _check_consistency(self.path, self.payload, self.sidecar)
-        if buffers is None:
-            self.code = codec.encode(self.payload, where="", safe_types=list(self.safe_types))
-        else:
-            captured = codec.encode_to_host(
-                self.payload, safe_types=list(self.safe_types), buffers=buffers
-            )
-            self.code, self.is_own = captured.code, captured.is_own
+        types = list(self.safe_types)
+        self.code = codec.encode(self.payload, where="", safe_types=types, buffers=buffers)
         self.payload = {}
 
 
@@ -93,49 +86,39 @@ class RunFolder:
         options: how to write and keep checkpoints.
 
     Attributes:
+        path: the folder.
+        options: how checkpoints are written and kept.
         damaged: the damaged checkpoints that :meth:`load_newest` has passed over.
         share: what this process holds of sharded networks, as for
             :func:`helios.checkpoint.loading.load`.
     """
 
     def __init__(self, folder: Path, options: CheckpointStore | None = None) -> None:
-        self._path = Path(folder)
-        self._options = options or CheckpointStore()
-        self._retention = Retention(self._options)
+        self.path = Path(folder)
+        self.options = options or CheckpointStore()
+        self._retention = Retention(self.options)
         self.damaged: list[Path] = []
         self.share: RowShare | None = None
         self._protected: set[Path] = set()
         self._passed_over: list[Path] = []
-        # Files that are known to be damaged, and could not be renamed.
-        self._left: set[Path] = set()
-
-    @property
-    def path(self) -> Path:
-        """The folder."""
-        return self._path
 
     def entries(self) -> list[Entry]:
         """Return the committed checkpoints, oldest first."""
         # No other process changes the folder meanwhile: the run holds its lock.
-        found = file_names.list_checkpoints(self._path)
+        found = file_names.list_checkpoints(self.path)
         return sorted(Entry(*(file_names.parse(path) or (0, 0)), path) for path in found)
 
     def protect(self, path: Path) -> None:
         """Never delete this file: the run was resumed from it."""
         # As entries() spells it, whichever path leads into the folder, also by a link to the file.
         for place in (path, path.resolve()):
-            is_inside = place.parent.resolve() == self._path.resolve()
-            self._protected.add(self._path / place.name if is_inside else place)
+            is_inside = place.parent.resolve() == self.path.resolve()
+            self._protected.add(self.path / place.name if is_inside else place)
 
     def path_of(self, stem: str, *, is_sharded: bool = False) -> Path:
         """Return the path of a checkpoint by its name without suffix."""
         suffix = file_names.FOLDER_SUFFIX if is_sharded else file_names.SUFFIX
-        return self._path / f"{stem}{suffix}"
-
-    @property
-    def options(self) -> CheckpointStore:
-        """How checkpoints are written and kept."""
-        return self._options
+        return self.path / f"{stem}{suffix}"
 
     def commit(self, pending: PendingCheckpoint) -> Sidecar:
         """Write an encoded checkpoint, and delete what the retention rules allow.
@@ -156,11 +139,10 @@ class RunFolder:
             raise
 
     def _commit(self, pending: PendingCheckpoint) -> Sidecar:
-        files.make_folder(self._path)
+        files.make_folder(self.path)
         path = pending.path
         sidecar = self._write(pending)
-        self._left.discard(path)
-        files.fsync_folder(self._path)
+        files.fsync_folder(self.path)
         self._apply_retention(path, sidecar.run_name)
         return sidecar
 
@@ -168,7 +150,7 @@ class RunFolder:
         path, unfinished = pending.path, files.temporary_path(pending.path)
         try:
             if pending.rows is None:
-                digest = codec.write_file(unfinished, pending.code, hashes=self._options.digest)
+                digest = codec.write_file(unfinished, pending.code, hashes=self.options.digest)
                 sidecar = _seal(pending.sidecar, digest)
             else:
                 sidecar = self._complete_folder(unfinished, pending)
@@ -187,7 +169,7 @@ class RunFolder:
         if isinstance(pending.rows, Exception):
             raise pending.rows
         assert pending.rows is not None
-        record, hashes = draft / RECORD_NAME, self._options.digest
+        record, hashes = draft / RECORD_NAME, self.options.digest
         digest = codec.write_file(record, pending.code, hashes=hashes)
         facts = {**pending.rows, RECORD_NAME: FileFacts(record.stat().st_size, digest)}
         for path in draft.iterdir():
@@ -198,13 +180,13 @@ class RunFolder:
         return _seal(pending.sidecar, join_digests(facts) if hashes else "", facts)
 
     def _apply_retention(self, written: Path, run_name: str) -> None:
-        if self._options.keeps_all:
+        if self.options.keeps_all:
             return
         try:
             own = [entry for entry in self.entries() if file_names.belongs_to(entry.path, run_name)]
             doomed = self._retention.plan(own, self._protected | {written})
         except OSError as error:
-            _LOGGER.warning("Old checkpoints in %s were not deleted: %s.", self._path, error)
+            _LOGGER.warning("Old checkpoints in %s were not deleted: %s.", self.path, error)
             return
         for entry in doomed:
             try:
@@ -225,15 +207,11 @@ class RunFolder:
         files.unlink(entry.sidecar_path, missing_ok=True)
 
     def find(self, epoch: int, iteration: int) -> Path | None:
-        """Return the committed checkpoint of this (epoch, iteration); ``None`` without one.
-
-        A damaged one that could not be renamed does not count: it must be written again.
-        """
-        for entry in self.entries():
-            is_it = (entry.epoch, entry.iteration) == (epoch, iteration)
-            if is_it and entry.path not in self._left:
-                return entry.path
-        return None
+        """Return the committed checkpoint of this (epoch, iteration); ``None`` without one."""
+        found = (
+            each for each in self.entries() if (each.epoch, each.iteration) == (epoch, iteration)
+        )
+        return next((each.path for each in found), None)
 
     def mark_finished(self, path: Path, reason: str) -> None:
         """Record in a checkpoint's sidecar why the run ended there.
@@ -242,13 +220,6 @@ class RunFolder:
             DamagedCheckpointError: if the sidecar is damaged.
         """
         sidecar = loading.read_sidecar(path)
-        if not path.exists():
-            _LOGGER.error(
-                "The last checkpoint, %s, was deleted after its save: the next start repeats what "
-                "is not in an older one.",
-                path,
-            )
-            return
         if sidecar is None:
             _LOGGER.warning(
                 "%s has no sidecar; the end of the run is not recorded (%s).", path, reason
@@ -256,10 +227,6 @@ class RunFolder:
             return
         finished = dataclasses.replace(sidecar, finished=reason)
         files.write_text_durably(file_names.sidecar_path(path), finished.to_json())
-
-    def read_sidecar(self, path: Path) -> Sidecar | None:
-        """Return a checkpoint's sidecar; see :func:`helios.checkpoint.loading.read_sidecar`."""
-        return loading.read_sidecar(path)
 
     def load(self, path: Path, safe_types: Iterable[Any] = ()) -> Loaded:
         """Verify and read one checkpoint, whose tensors may be mapped from the file.
@@ -305,12 +272,12 @@ class RunFolder:
                     self.damaged.append(path)
                     _LOGGER.warning("%s Continuing with the next older checkpoint.", error)
                 if renames_damaged:
-                    self._put_aside(path)
+                    self.rename_damaged(path)
                 return None
 
-        loaded = file_names.search(self._path, look, listed=listed)
+        loaded = file_names.search(self.path, look, listed=listed)
         if loaded is None:
-            self._refuse_silent_restart(self.damaged + find_damaged(self._path))
+            self._refuse_silent_restart(self.damaged + find_damaged(self.path))
             return None
         self.protect(loaded.path)
         return loaded
@@ -323,7 +290,7 @@ class RunFolder:
         )
         if names:
             raise DamagedCheckpointError(
-                f"All checkpoints in {self._path} are damaged: {', '.join(names)}. To start a new "
+                f"All checkpoints in {self.path} are damaged: {', '.join(names)}. To start a new "
                 'run, pass resume="never", which moves them aside, or move them away yourself.'
             )
 
@@ -338,18 +305,7 @@ class RunFolder:
         self._passed_over.append(path)
         _LOGGER.warning("%s Continuing with the next older checkpoint.", reason)
         if renames:
-            self._put_aside(path)
-
-    def _put_aside(self, path: Path) -> None:
-        try:
             self.rename_damaged(path)
-        except OSError as error:
-            self._left.add(path)
-            _LOGGER.warning(
-                "The damaged checkpoint %s could not be renamed (%s); this start ignores it.",
-                path,
-                error,
-            )
 
     def rename_damaged(self, path: Path) -> Path:
         """Rename a damaged checkpoint and its sidecar to names that are never loaded."""
@@ -360,7 +316,7 @@ class RunFolder:
         sidecar = file_names.sidecar_path(path)
         if sidecar.exists():
             files.replace(sidecar, file_names.damaged_path(sidecar))
-        files.fsync_folder(self._path)
+        files.fsync_folder(self.path)
         return target
 
     def clean(self) -> list[Path]:
@@ -369,7 +325,20 @@ class RunFolder:
         Returns:
             The committed checkpoints of the same listing, oldest first.
         """
-        return remove_leftovers(self._path)
+        present = file_names.list_files(self.path)
+        for path in present:
+            if not file_names.is_temporary(path) and not _is_orphan(path):
+                continue
+            try:
+                _remove(path)
+            except OSError as error:
+                _LOGGER.warning(
+                    "The partial file of a killed save, %s, could not be removed: %s. It does no "
+                    "harm; delete it when you can.",
+                    path,
+                    error,
+                )
+        return file_names.select_checkpoints(present)
 
     def move_aside(self) -> Path | None:
         """Move all checkpoints, damaged files and evidence to ``before-<date>/``.
@@ -377,11 +346,11 @@ class RunFolder:
         Returns:
             The new folder, or ``None`` if there was nothing to move.
         """
-        moved = _with_sidecars(file_names.list_checkpoints(self._path)) + find_damaged(self._path)
+        moved = _with_sidecars(file_names.list_checkpoints(self.path)) + find_damaged(self.path)
         if not moved:
             return None
-        moved += [path for each in _EVIDENCE for path in sorted(self._path.glob(each))]
-        return _move_to_new_folder(self._path, moved)
+        moved += [path for each in _EVIDENCE for path in sorted(self.path.glob(each))]
+        return _move_to_new_folder(self.path, moved)
 
     def move_newer_aside(self, iteration: int) -> Path | None:
         """Move checkpoints after an iteration, and copy the ledger, to ``before-<date>/``.
@@ -389,13 +358,13 @@ class RunFolder:
         Returns:
             The new folder, or ``None`` if there was nothing to move.
         """
-        present = file_names.list_checkpoints(self._path)
+        present = file_names.list_checkpoints(self.path)
         # The newest first: after a kill, what is left is still one run.
         newer = [path for path in reversed(present) if file_names.iteration_of(path) > iteration]
         if not newer:
             return None
-        copied = self._path.glob("ledger.jsonl")
-        return _move_to_new_folder(self._path, _with_sidecars(newer), copied)
+        copied = self.path.glob("ledger.jsonl")
+        return _move_to_new_folder(self.path, _with_sidecars(newer), copied)
 
 
 def _remove(path: Path) -> None:
@@ -421,31 +390,6 @@ def _check_consistency(path: Path, payload: dict[str, Any], sidecar: Sidecar) ->
         loading.check_agreement(path.name, payload, sidecar)
     except DamagedCheckpointError as error:
         raise StateError(f"The checkpoint would be refused when it is loaded: {error}") from None
-
-
-def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove partial files of a killed save; other files are not touched.
-
-    Args:
-        folder: the folder of a run, which no other process changes meanwhile.
-
-    Returns:
-        The committed checkpoints of the same listing, oldest first.
-    """
-    present = file_names.list_files(folder)
-    for path in present:
-        if not file_names.is_temporary(path) and not _is_orphan(path):
-            continue
-        try:
-            _remove(path)
-        except OSError as error:
-            _LOGGER.warning(
-                "The partial file of a killed save, %s, could not be removed: %s. It does no "
-                "harm; delete it when you can.",
-                path,
-                error,
-            )
-    return file_names.select_checkpoints(present)
 
 
 def _is_orphan(path: Path) -> bool:
@@ -477,10 +421,7 @@ def _with_sidecars(checkpoints: Iterable[Path]) -> list[Path]:
 
 def _move_to_new_folder(folder: Path, moved: Iterable[Path], copied: Iterable[Path] = ()) -> Path:
     first = f"before-{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    target, number = folder / first, 1
-    while target.exists():
-        number += 1
-        target = folder / f"{first}-{number}"
+    target = files.find_free(lambda n: folder / (first if n == 1 else f"{first}-{n}"))
     files.make_folder(target)
     for path in copied:
         files.copy_durably(path, target / path.name)

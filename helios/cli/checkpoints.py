@@ -11,7 +11,6 @@ from typing import Any
 
 from helios.checkpoint import file_names
 from helios.checkpoint.loading import Checked, Condition, Depth
-from helios.checkpoint.reproducibility import list_missing
 from helios.checkpoint.retention import rank_files
 from helios.checkpoint.status import (
     FolderStatus,
@@ -25,10 +24,11 @@ from helios.checkpoint.status import (
 from helios.cli import output
 from helios.cli.output import Answer
 from helios.errors import ArgumentError, CheckpointError, LedgerError
+from helios.findings import list_missing
 from helios.ledger.book import FILE_NAME
 from helios.ledger.run_file import read_run
 from helios.ledger.verification import LedgerStatus, verify
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 from helios.text import count_text, number_text, size_text, with_step
 
 _LIST_COLUMNS = {"": "<", "file": "<", "iteration": ">", "size": ">", "state": "<"}
@@ -201,7 +201,6 @@ def inspect_checkpoint(namespace: argparse.Namespace) -> Answer:
         "size": size_text(status.size),
         "state": status.state,
         "reason": status.reason,
-        "refers to": ", ".join(status.needs),
         "starts": _starts(path.parent),
         **sections,
         **({} if status.sidecar is None else vars(status.sidecar)),
@@ -288,9 +287,8 @@ def _verify_ledger(path: Path, files: Sequence[Status] = ()) -> LedgerStatus:
 def _show_verified(status: Status) -> str:
     if not status.is_good:
         return f"{status.state:10}  {status.reason}"
-    notes = ["digest" if status.checked is Checked.DIGEST else "no digest to compare"]
-    notes += [f"refers to {name}" for name in status.needs]
-    return f"{status.state:10}  {status.path} ({'; '.join(notes)})"
+    note = "digest" if status.checked is Checked.DIGEST else "no digest to compare"
+    return f"{status.state:10}  {status.path} ({note})"
 
 
 def _show_ledger(found: LedgerStatus) -> list[str]:

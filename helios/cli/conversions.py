@@ -16,7 +16,7 @@ from helios.cli import output
 from helios.cli.checkpoints import existing, find_checkpoint
 from helios.cli.output import Answer
 from helios.errors import ArgumentError, CheckpointError
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 from helios.text import count_text, size_text
 from helios.version import __version__
 
@@ -45,8 +45,7 @@ def export_weights(namespace: argparse.Namespace) -> Answer:
     The checkpoint is verified first. An existing file is overwritten only with
     --force, and an existing folder never.
     """
-    from helios.checkpoint.export import select_weights
-    from helios.checkpoint.export_files import write_folder, write_weights
+    from helios.checkpoint.export import select_weights, write_folder, write_weights
 
     source = find_checkpoint(namespace.path, takes_best=namespace.best)
     with output.progress(source.name, total=source.stat().st_size) as bar:

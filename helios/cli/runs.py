@@ -21,11 +21,11 @@ from helios.errors import HeliosError, UsageError
 from helios.ledger.compare import Difference, LineComparison, diff
 from helios.ledger.run_file import find_run, read_run
 from helios.storage import files
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 from helios.text import count_text, number_text
 
 if TYPE_CHECKING:
-    from helios.checkpoint.comparison import CheckpointDifference
+    from helios.checkpoint.outline import CheckpointDifference
     from helios.ledger.compare import Replay
     from helios.reports.run_comparison import RunComparison
 
@@ -56,7 +56,7 @@ def _answer(lines: Iterable[str], found: Difference | Replay | CheckpointDiffere
 
 def _compare_checkpoints(paths: list[Path]) -> Answer:
     # Ledgers are compared without PyTorch.
-    from helios.checkpoint.comparison import compare_checkpoints
+    from helios.checkpoint.outline import compare_checkpoints
 
     found = compare_checkpoints(*paths)
     if found.is_equal:

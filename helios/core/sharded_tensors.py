@@ -64,7 +64,7 @@ class RowSource(Protocol):
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: torch.Size
 
     def read_rows(self, first: int, count: int) -> Tensor:
         """Return rows on the CPU, in memory of their own.

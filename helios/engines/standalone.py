@@ -38,7 +38,7 @@ from helios.launch.spawning import spawn
 from helios.replicas.named_sums import NumberReducer
 from helios.replicas.replicas import Replicas
 from helios.storage import codec, files
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from helios.errors import LedgerError
 from helios.ledger import line
 from helios.ledger.line import end_of, is_scores, read_float
 from helios.storage import files
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 FILE_NAME = "ledger.jsonl"

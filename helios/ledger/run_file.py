@@ -26,7 +26,7 @@ from helios.best import BestValidation
 from helios.errors import LedgerError
 from helios.ledger import book
 from helios.storage import files
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 FILE_NAME = "run.jsonl"

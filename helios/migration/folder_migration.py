@@ -28,7 +28,7 @@ from helios.errors import (
 from helios.migration import helios_ml
 from helios.storage import codec, files
 from helios.storage.container_checks import check_container
-from helios.storage.digest import digest_file
+from helios.storage.files import digest_file
 from helios.storage.folder_lock import FolderLock
 from helios.version import __version__
 
@@ -268,7 +268,7 @@ def _write_sidecar(path: Path, payload: Mapping[str, Any], digest: str, *, sourc
         digest=digest,
         version=__version__,
         migrated_from=payload[file_names.KEY_MIGRATED_FROM],
-        extra={file_names.SOURCE_DIGEST: source} if source else {},
+        source_digest=source,
     )
     files.write_text_durably(file_names.sidecar_path(path), sidecar.to_json())
 

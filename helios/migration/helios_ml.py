@@ -19,7 +19,7 @@ import numpy as np
 from helios.checkpoint import file_names
 from helios.core import rng
 from helios.counters import Cursor, TrainingState
-from helios.storage.placeholders import Unknown
+from helios.storage.codec import Unknown
 from helios.version import __version__
 
 KEY_AMP_SCALER = "amp_scaler"

@@ -16,7 +16,7 @@ from helios.counters import TrainingState
 from helios.distributed.collectives import get_global_rank
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 from helios.storage.row_file import RowFile
 from helios.text import as_json
 

@@ -31,7 +31,7 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.start.options import Options
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 from helios.text import number_text
 
 Choice: TypeAlias = Literal["auto", "best", "newest"] | str | Path | None

@@ -21,12 +21,12 @@ from helios.best import BestRule, BestSoFar, Mode
 from helios.checkpoint import file_names
 from helios.checkpoint.capture import choose_trained
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import Level, level_of, list_missing
 from helios.core.environment import describe_machine
 from helios.counters import Phase
 from helios.data.source import Source
 from helios.engines.numerics import numerics
 from helios.errors import ArgumentError, Interrupted, RunMismatchError, StateError, UsageError
+from helios.findings import Level, level_of, list_missing
 from helios.ledger.run_file import without_secret_words
 from helios.listeners import Recorder, RunListener
 from helios.loops.loop import LoopStates

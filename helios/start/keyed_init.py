@@ -29,7 +29,7 @@ from helios.model.model import Model
 from helios.sharding.recomputation import tensors_in
 from helios.state.networks import has_hooks
 from helios.state.steps import check_alike
-from helios.storage.checksums import bit_sum
+from helios.storage.content_hash import bit_sum
 
 _COPIES = ("clone", "__deepcopy__", "to", "half", "bfloat16", "float", "double")
 

@@ -12,14 +12,13 @@ from typing import Any
 from torch import nn
 
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import Level, level_of, list_missing
 from helios.core.wrappers import COMPILED, compiled_call
 from helios.data.external_loader import try_state
 from helios.data.source import ByOwnState, ByPosition, CannotResume, Source
 from helios.data.stream import StreamSource
 from helios.engines.engine import Engine
 from helios.errors import UsageError
-from helios.findings import Finding, FindingKind, Findings
+from helios.findings import Finding, FindingKind, Findings, Level, level_of, list_missing
 from helios.loops.optimizer import SEPARATE_UPDATES
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas

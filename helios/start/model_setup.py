@@ -31,7 +31,7 @@ from helios.start.objects import check_made
 from helios.start.options import Options
 from helios.state.optimizers import TRAINING_ONLY, load_into
 from helios.state.steps import check_alike
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from helios.plugins.early_stopping import EarlyStopping
 from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
 from helios.start.signals import Signals
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 Parameters = ParamSpec("Parameters")

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, final
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import Level, level_of
 from helios.checkpoint.sidecar import Sidecar
 from helios.counters import Phase
 from helios.errors import ArgumentError, CheckpointError, LedgerError, UsageError
+from helios.findings import Level, level_of
 from helios.ledger.book import FILE_NAME, parse_header, read_lines
 from helios.ledger.compare import LedgerFollower, Replay
 from helios.ledger.line import step_of

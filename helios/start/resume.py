@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, final
 from helios.best import BestRule, BestSoFar
 from helios.checkpoint.capture import apply
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import list_missing
 from helios.core import rng
 from helios.core.plain_values import stored_params
 from helios.counters import Cursor, TrainingState
 from helios.errors import RunMismatchError
+from helios.findings import list_missing
 from helios.model.schedulers import NewSettings
 from helios.replicas.on_all_ranks import on_first
 from helios.run_parts import RunParts

@@ -182,14 +182,6 @@ def above(path: str) -> Iterator[str]:
     return (path[:end] for end, mark in enumerate(path) if mark in ".[")
 
 
-def as_written(path: str, objects: Mapping[str, object]) -> str:
-    """Return the path of a tensor as users write it, if only an optimizer holds the tensor."""
-    owner, *place = path.rsplit(".", 2)
-    if len(place) < 2 or not isinstance(objects.get(owner), Optimizer):
-        return path
-    return f'{owner}.param_groups[{place[0]}]["params"][{place[1]}]'
-
-
 @final
 class Anchors:
     """The anchors of an owner.
@@ -435,7 +427,8 @@ class Anchors:
         for number, group in enumerate(optimizer.param_groups):
             for index, part in enumerate(group["params"]):
                 if self.name_of(part) is None:
-                    place = (paths or {}).get(id(part), f"{path}.{number}.{index}")
+                    place = f'{path}.param_groups[{number}]["params"][{index}]'
+                    place = (paths or {}).get(id(part), place)
                     self.loose[self.add_any(place, part)] = part
 
 
@@ -451,8 +444,6 @@ def _with_state(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _is_without_objects(value: Any) -> bool:
     """Return whether a value holds no object at all, as most containers do."""
     kind = type(value)
-    if kind in LEAVES:
-        return True
     if kind is dict:
         return LEAVES.issuperset(map(type, value.values())) and are_atoms(value)
-    return kind in (list, tuple, deque) and LEAVES.issuperset(map(type, value))
+    return kind in LEAVES or (kind in (list, tuple) and LEAVES.issuperset(map(type, value)))

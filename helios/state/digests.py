@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from helios.core.generators import is_generator
 from helios.core.utils import version_of
 from helios.state.values import ATOMS, children_of, each_in, is_dense, refer_to
-from helios.storage.checksums import array_sum, tensor_sum
 from helios.storage.codes import FACTORIES, NATIVE, TAG, Coder, Unsavable
+from helios.storage.content_hash import array_sum, tensor_sum
 from helios.storage.plain_objects import OUTSIDE, attributes_of, comes_from, table_of
 
 CODE: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)
@@ -99,8 +99,9 @@ class Identities:
 
     def number(self, value: object) -> int:
         """Return the number of an object; an iterator gets a new one in each call."""
-        if self.knows(value):
-            return self._numbers[id(value)][1]
+        known = self._numbers.get(id(value))
+        if known is not None and known[0]() is value:
+            return known[1]
         self.num_given += 1
         is_moving = isinstance(value, Iterator) and not isinstance(
             value, (io.IOBase, *weakref.ProxyTypes)
@@ -108,11 +109,6 @@ class Identities:
         if not is_moving:
             self._numbers[id(value)] = refer_to(value), self.num_given
         return self.num_given
-
-    def knows(self, value: object) -> bool:
-        """Return whether an object has a number."""
-        entry = self._numbers.get(id(value))
-        return entry is not None and entry[0]() is value
 
 
 @final

@@ -22,10 +22,8 @@ from helios.core.memory import storage_of
 from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import collector_at_rest
 from helios.errors import ArgumentTypeError, UsageError
-from helios.state import reasons
-from helios.state.anchors import Anchors, Outside, References, Rules, above, as_written, path_of
+from helios.state.anchors import Anchors, Outside, References, Rules, above, path_of
 from helios.state.digests import Identities, digest_of
-from helios.state.links import Links, links_in, names_in, types_in
 from helios.state.named import Marks, classes_of, lost_since, marks_of, report
 from helios.state.networks import flags_of, grads_of, pieces_of, size_of, sizes_by_storage, state_of
 from helios.state.optimizers import (
@@ -36,16 +34,31 @@ from helios.state.optimizers import (
     members_of,
     misfits_of,
 )
-from helios.state.restoring import Restoring, made_by_loading
+from helios.state.restoring import Links, Restoring, links_in, made_by_loading, names_in, types_in
 from helios.state.steps import StepWatch
-from helios.state.values import ATOMS, LIMIT, PLAIN, large_members, parts_of
-from helios.state.walk import GONE, Form, Snapshot, kind_of
+from helios.state.values import ATOMS, LIMIT, PLAIN, SMALL, large_members, parts_of
+from helios.state.walk import GONE, LATE, Form, Snapshot, kind_of
 from helios.storage.codes import HOLE, Codes
 from helios.storage.type_converters import in_every_process, type_name
 from helios.text import size_text
 
-_TRAINED = Identities()
-"""The owners that a training of this process has changed."""
+UNKNOWN = (
+    "setup() creates no {}, so that loading cannot know the type: create one in setup(), or return "
+    "the type from types_for_safe_load()"
+)
+TOO_LARGE = (
+    "plain values are saved up to a total of {}: register large tensors as buffers of a network, "
+    "give their owner state_dict() and load_state_dict(), or raise "
+    "CheckpointStore(max_plain_bytes=...)"
+)
+MISFIT = (
+    "{}added, removed or changed in structure after setup(), and a resume from this state fails: "
+    "create it in setup()"
+)
+GROWN = (
+    f"an attribute of a data set that has changed and grown beyond {size_text(SMALL)}: keep it in "
+    "the data module, or declare it in the class of the data set: unsaved = (...,)"
+)
 
 
 @dataclass
@@ -275,7 +288,6 @@ class Discovery:
         Changes that a checkpoint can hold are still saved.
         """
         base = self._require_baseline()
-        _TRAINED.number(self._owner)
         self._last = now = self._look()
         base.classes = classes_of(self._owner, now)
         base.marks = marks_of(now, base.classes)
@@ -341,15 +353,15 @@ class Discovery:
         misfits = self._misfits(now) if self._is_strict else {}
         stray = (anchors.loose.keys() - base.tops) | (anchors.inner.keys() - base.inner)
         stray = set() if self._is_strict else stray
-        lost |= {as_written(path, anchors.objects): reasons.LATE for path in stray}
+        lost |= dict.fromkeys(sorted(stray), LATE)
         if self._is_data:
             grown = self._saved_members & (large_members(self._owner) - self._unsaved)
-            lost |= dict.fromkeys(sorted(grown), reasons.GROWN)
+            lost |= dict.fromkeys(sorted(grown), GROWN)
             self._saved_members |= values.get("", {}).keys()
         else:
             named = lost_since(base.marks, marks_of(now, base.classes))
             lost |= {path: why for path, why in named.items() if not _is_covered(path, now, covers)}
-        lost |= {p: reasons.MISFIT.format(t and f"{t}: ") for p, t in misfits.items()}
+        lost |= {p: MISFIT.format(t and f"{t}: ") for p, t in misfits.items()}
         report(self._name, lost, self._named)
         members = members_of(anchors)
         return {
@@ -389,9 +401,9 @@ class Discovery:
             unknown = sorted(each for each in named if in_every_process(each) not in types)
             total += size
             if unknown:
-                lost[path_of(name, key)] = reasons.UNKNOWN.format(unknown[0])
+                lost[path_of(name, key)] = UNKNOWN.format(unknown[0])
             elif total > self.limit:
-                lost[path_of(name, key)] = reasons.TOO_LARGE.format(size_text(self.limit))
+                lost[path_of(name, key)] = TOO_LARGE.format(size_text(self.limit))
             else:
                 chosen.add((name, key))
         values: dict[str, dict[Any, Any]] = {}
@@ -459,9 +471,8 @@ class Discovery:
                 misfits.setdefault(name, f"{was} after setup, {found} now")
         shown = " ".join(misfits.values())
         for path in base.tops ^ frozenset((*anchors.objects, *anchors.loose)):
-            written = as_written(path, anchors.objects)
-            if written not in shown and path not in misfits:
-                misfits.setdefault(written, "")
+            if path not in shown:
+                misfits.setdefault(path, "")
         return misfits
 
     def _omitted(self, now: Snapshot, states: Mapping[str, Any]) -> dict[str, Any]:
@@ -534,9 +545,9 @@ class Discovery:
         if is_inference or self.baseline is None:
             return
         self._saved_members |= state["values"].get("", {}).keys()
-        if _TRAINED.knows(self._owner):
-            # setup() may have found what that training has left. A new process would not have it.
-            self.baseline.mark_as_changed(state)
+        # After a training in this process, setup() may have found what that has left. A new process
+        # would not have it.
+        self.baseline.mark_as_changed(state)
 
     def _restoring(self) -> Restoring:
         base = self.baseline

@@ -17,12 +17,27 @@ from torch.jit import ScriptModule
 
 from helios.core.generators import is_generator
 from helios.core.memory import has_plain_bytes, span_of, storage_of
-from helios.state import reasons
 from helios.state.values import PLAIN
 from helios.state.walk import Snapshot
 from helios.storage.plain_objects import attributes_of, is_plain_object
 
 _LOGGER = logging.getLogger(__name__)
+
+SHARED = (
+    "its memory overlaps that of {} differently than after setup(): share it in setup(), or copy it"
+)
+PARTED = (
+    "it shared memory after setup(), and has memory of its own now: part it in setup(), or copy "
+    "values"
+)
+HOOK = (
+    "a hook registered, removed or moved after the start: register it in setup(), or at each "
+    "start in on_training_start()"
+)
+OF_CLASS = (
+    "an attribute of a class, which no checkpoint can hold: make it an attribute of the instance"
+)
+OF_SCRIPT = "an attribute of a scripted network: make it a buffer, or an attribute of the model"
 
 Marks: TypeAlias = dict[str, tuple[Any, str]]
 """By name, what is equal if nothing has changed, and why it cannot be saved."""
@@ -32,14 +47,14 @@ def marks_of(now: Snapshot, classes: Iterable[type]) -> Marks:
     """Return marks of all that an owner holds and no checkpoint can."""
     walk = now.walk
     marks: Marks = {name: (now.mark(part), why) for name, (part, why) in walk.opaque.items()}
-    marks |= {name: (mark, reasons.OF_CLASS) for name, mark in class_marks(classes, now).items()}
+    marks |= {name: (mark, OF_CLASS) for name, mark in class_marks(classes, now).items()}
     for (name, table), hooks in walk.hooks.items():
         shown = f"{name} ({table.strip('_').replace('_', ' ').rstrip('s')})"
-        marks[shown] = tuple(map(now.identities.number, hooks)), reasons.HOOK
+        marks[shown] = tuple(map(now.identities.number, hooks)), HOOK
     for name, (other, where) in walk.overlaps.items():
-        marks[f"{name} (memory)"] = (other, where), reasons.SHARED.format(other)
+        marks[f"{name} (memory)"] = (other, where), SHARED.format(other)
     for name, (other, where) in _storages_of_networks(now).items():
-        reason = reasons.SHARED.format(other) if other else reasons.PARTED
+        reason = SHARED.format(other) if other else PARTED
         marks[f"{name} (memory)"] = (other, where), reason
     for module in now.anchors.of_kind(nn.Module, with_inner=True).values():
         for _, part in now.anchors.network(module).modules:
@@ -56,7 +71,7 @@ def _script_marks(now: Snapshot, part: Any) -> Marks:
         keys = described.get_attributes() if described is not None else ()
         found = {key: table["_c"].getattr(key) for key in keys}
     return {
-        f"{name}.{key}": (now.mark(value), reasons.OF_SCRIPT)
+        f"{name}.{key}": (now.mark(value), OF_SCRIPT)
         for key, value in found.items()
         # Parameters, buffers and modes are saved.
         if not key.startswith("_") and key != "training" and not isinstance(value, Tensor)
@@ -98,7 +113,7 @@ def lost_since(before: Marks, now: Marks) -> dict[str, str]:
         name: why
         for name, (mark, why) in now.items()
         if (before[name][0] if name in before else None) != mark
-        and not (why == reasons.PARTED and name not in before)
+        and not (why == PARTED and name not in before)
     }
     # What a value has replaced is saved. A hook or an attribute of a class that is gone is not.
     gone = {n: w for n, (_, w) in before.items() if n not in now and w in _COUNT_IF_GONE}
@@ -127,7 +142,7 @@ def report(owner: str, missing: Mapping[str, str], known: set[str]) -> None:
         )
 
 
-_COUNT_IF_GONE = (reasons.HOOK, reasons.OF_CLASS)
+_COUNT_IF_GONE = (HOOK, OF_CLASS)
 
 # ---- attributes of classes
 

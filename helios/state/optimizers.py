@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from helios.core.memory import has_plain_bytes, is_expanded, storage_of
 from helios.core.utils import parameters_of
 from helios.errors import StateError
-from helios.state.anchors import Anchors, as_written
+from helios.state.anchors import Anchors
 from helios.state.networks import hook_tables_of_optimizers, load_network
 
 Members: TypeAlias = list[list[str]]
@@ -99,7 +99,7 @@ def misfits_of(
         members = {name for group in members_of(anchors)[path] for name in group}
         known = {*anchors.leaves, *(anchors.rules.tops or ())}
         lost = (members & anchors.loose.keys()) - known
-        stray = sorted(as_written(name, objects) for name in lost)
+        stray = sorted(lost)
         if stray and path in built:
             misfits[path] = f"updates what no attribute of the model holds: {_some(stray)}"
     for path in sorted(drivers.keys() & objects.keys()):
@@ -356,16 +356,12 @@ def _refuse(path: str, part: Optimizer, known: Members, tensors: Mapping[str, Te
         names[id(tensors[name])] if name in tensors else name for group in known for name in group
     }
     missing, left_over = sorted(saved - now), sorted(now - saved)
-    found = (
-        f"Saved, but not in it now: {_some(missing) or 'nothing'}. In it now, but not saved: "
-        f"{_some(left_over) or 'nothing'}."
-        if missing or left_over
-        else f"The saved groups were {known}, and the same parameters are in other groups now."
-    )
     raise StateError(
-        f"{path} must have the parameters that it had when the state was saved, since its state "
-        f"belongs to them. {found} Give it the same parameters in setup(); if their order comes "
-        "from a set, sort it."
+        f"{path} must have the parameters that it had when the state was saved, in the same "
+        "groups, since its state belongs to them. Saved, but not in it now: "
+        f"{_some(missing) or 'nothing'}. In it now, but not saved: "
+        f"{_some(left_over) or 'nothing'}. Give it the same parameters in setup(); if their order "
+        "comes from a set, sort it."
     )
 
 

@@ -16,9 +16,7 @@ from torch.optim import Optimizer
 
 from helios.core.utils import parameters_of
 from helios.errors import StateError
-from helios.state import reasons
-from helios.state.anchors import Anchors, Rules, as_written, each_named, name_of_group, path_of
-from helios.state.links import Links, links_in, names_in, severed
+from helios.state.anchors import Anchors, Rules, each_named, name_of_group, path_of
 from helios.state.networks import Network, fill, is_odd, load_flags, load_grads, pieces_of
 from helios.state.optimizers import (
     FINE_TUNING,
@@ -28,12 +26,18 @@ from helios.state.optimizers import (
     collecting,
     load_into,
 )
+from helios.state.values import parts_of
 from helios.state.walk import GONE, PARTS, Snapshot, Walk, form_of, kind_of
 from helios.storage.building import Builder
-from helios.storage.codes import HOLE
+from helios.storage.codes import HOLE, TAG
 from helios.storage.plain_objects import delete_attribute, refill, set_attribute, table_of
 
 _LOGGER = logging.getLogger(__name__)
+
+UNLINKED = (
+    "it refers to {}, which loading has replaced, and cannot be made to refer to the new one: let "
+    "load_state_dict() fill what is there"
+)
 
 NOT_BUILT = "setup() does not build it. Build it for any value of fast_init."
 """Why something that is saved is not restored for inference."""
@@ -152,7 +156,7 @@ class Restoring:
                 path = path_of(name, key)
                 if not self._rules.is_declared(path):
                     held = ", ".join(sorted(names_in(code)))
-                    self.unlinked[path] = reasons.UNLINKED.format(held)
+                    self.unlinked[path] = UNLINKED.format(held)
 
     def _load(self, now: Snapshot, state: Mapping[str, Any], unfit: dict[str, str] | None) -> None:
         """Load the states of objects, what these leave out, and parameters in no network."""
@@ -173,7 +177,7 @@ class Restoring:
         _restore_omitted(anchors, state["omitted"])
         for name, tensor in {**anchors.leaves, **anchors.loose}.items():
             if name in state["parameters"]:
-                fill(as_written(name, anchors.objects), tensor, state["parameters"][name])
+                fill(name, tensor, state["parameters"][name])
 
     def _builder(self, walk: Walk, later: Mapping[str, Any] | None = None) -> Builder:
         def find(name: str) -> Any:
@@ -228,10 +232,7 @@ class Restoring:
         missing = set() if state["is_partial"] else present - self._undeclared(saved)
         left_over = self._undeclared((saved - present) | lacking)
         if missing or left_over:
-            shown = [
-                ", ".join(sorted(as_written(path, anchors.objects) for path in each)) or "nothing"
-                for each in (missing, left_over)
-            ]
+            shown = [", ".join(sorted(each)) or "nothing" for each in (missing, left_over)]
             raise StateError(
                 f"The saved state is not that of this {self._name}. Without saved state: "
                 f"{shown[0]}. Saved, but missing now: {shown[1]}. Create all networks, optimizers "
@@ -452,3 +453,61 @@ def _set(holder: Any, key: Any, value: Any) -> None:
     elif isinstance(holder, Tensor) or key in table or not isinstance(holder, MethodType):
         # What a method is bound to was filled in place.
         set_attribute(holder, key, value)
+
+
+# ---- links: codes that refer to others by name
+
+# A ``load_state_dict`` may replace a tensor, a list or a dict that somebody else holds, too. What
+# ``setup`` made of references is therefore made again after everything is loaded.
+
+Links: TypeAlias = Mapping[str, Mapping[Any, Any]]
+"""Links of values, by holder and key."""
+
+
+def links_in(codes: Links) -> dict[str, dict[Any, Any]]:
+    """Return the codes with references to what has another name."""
+    found: dict[str, dict[Any, Any]] = {}
+    for name, table in codes.items():
+        for key, code in table.items():
+            if key != PARTS and names_in(code):
+                found.setdefault(name, {})[key] = code
+    return found
+
+
+def severed(links: Links, codes: Links, saved: Links) -> dict[str, dict[Any, Any]]:
+    """Return the links that are no longer as they were.
+
+    Args:
+        links: as they were, from :func:`links_in`.
+        codes: of everything now.
+        saved: of what is restored in any case.
+    """
+    found: dict[str, dict[Any, Any]] = {}
+    for name, table in links.items():
+        now = codes.get(name, {})
+        for key, code in table.items():
+            if key not in now or key in saved.get(name, {}):
+                continue
+            if not names_in(code) <= names_in(now[key]):
+                found.setdefault(name, {})[key] = code
+    return found
+
+
+def names_in(code: Any) -> set[str]:
+    """Return the names to which a code refers."""
+    tables = (each for each in parts_of(code) if type(each) is dict)
+    return {name for table in tables if (name := _name_in(table)) is not None}
+
+
+def types_in(code: Any) -> set[str]:
+    """Return the names of the classes in a code."""
+    tables = (each for each in parts_of(code) if type(each) is dict)
+    return {each["type"] for each in tables if each.get(TAG) in ("object", "enum", "flag", "tuple")}
+
+
+def _name_in(code: dict[Any, Any]) -> str | None:
+    """Return the name to which a reference, or a view of memory, refers."""
+    if TAG not in code:
+        return None
+    name = code["name"] if code[TAG] == "ref" else code.get("of")
+    return name if isinstance(name, str) else None

@@ -25,7 +25,7 @@ from helios.state.anchors import above, path_of
 from helios.state.named import class_marks
 from helios.state.networks import leaves_of, state_of
 from helios.state.walk import PARTS
-from helios.storage.checksums import bit_sum
+from helios.storage.content_hash import bit_sum
 
 if TYPE_CHECKING:
     from helios.model.model import Model

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from helios.core.generators import is_generator
 from helios.core.sharded_tensors import is_sharded
 from helios.core.wrappers import class_of, unwrap
-from helios.state import reasons
 from helios.state.anchors import Anchors, Rules, has_state, path_of
 from helios.state.digests import CODE, Identities, digest_of, mark_of
 from helios.state.networks import (
@@ -33,14 +33,26 @@ from helios.state.networks import (
 )
 from helios.state.optimizers import tables_of
 from helios.state.values import is_dense
-from helios.storage.codes import HOLE, NATIVE, TAG, Coder, Unsavable, are_native
+from helios.storage.codes import HOLE, NATIVE, TAG, TOO_DEEP, Coder, Unsavable, are_native
 from helios.storage.plain_objects import attributes_of, is_plain_object, table_of
+from helios.storage.type_converters import type_name
 
 PARTS: Final = "<parts>"
 """The key of a module under which the names of its parts stand."""
 
 GONE: Final[dict[str, Any]] = {TAG: "gone"}
 """The code of an attribute that training has deleted."""
+
+BROKEN = "it cannot be inspected ({}): give it state_dict() and load_state_dict()"
+TAKEN = (
+    "it took the place of an object of setup() that is still in use: give it an attribute of its "
+    "own"
+)
+LATE = "created after setup(), so that a resumed run cannot find it: create it in setup()"
+_ITERATOR = (
+    "an iterator, whose position is unknown: count in an attribute, and create the iterator in "
+    "setup() or on_training_resume()"
+)
 
 _OF_OTHERS = (
     *("_dynamo", "_fsdp", "_inductor", "_aot", "_is_param", "_helios", "cls_to_become"),
@@ -150,10 +162,6 @@ class Walk(Coder):
     def _hold(self, name: str, part: Any, members: Iterable[tuple[Any, Any]]) -> None:
         table = self.codes.setdefault(name, {})
         self.holders[name] = part
-        members = [*members]
-        if not self._unsaved and are_native([value for _, value in members]):
-            table.update(members)
-            return
         for key, value in members:
             path = path_of(name, key) if self._unsaved or type(value) not in NATIVE else ""
             if path in self._unsaved:
@@ -173,9 +181,9 @@ class Walk(Coder):
         except Unsavable as error:
             reason = error.reason
         except RecursionError:
-            reason = reasons.TOO_DEEP
+            reason = TOO_DEEP
         except Exception as error:  # user code, called while a value is taken apart
-            reason = reasons.BROKEN.format(type(error).__name__)
+            reason = BROKEN.format(type(error).__name__)
         if reason:
             self.opaque[path] = (value, reason)
         # What was met in it has no name: it is not saved there.
@@ -195,7 +203,7 @@ class Walk(Coder):
             return {TAG: "ref", "name": name}
         namesake = self.anchors.parts.get(path)
         if namesake is not None and (has_state(namesake) or isinstance(namesake, Tensor)):
-            raise Unsavable(path, reasons.TAKEN)
+            raise Unsavable(path, TAKEN)
         return super().refer(path, part)
 
     def code_other(self, path: str, value: Any) -> Any:
@@ -251,7 +259,7 @@ class Walk(Coder):
     def _stateful(self, path: str, value: Any) -> Any:
         """Refer to an object with a state that only other objects hold."""
         if self.anchors.rules.tops is not None and id(value) not in self.anchors.rules.known:
-            raise Unsavable(path, reasons.LATE)
+            raise Unsavable(path, LATE)
         name = self.anchors.add(path, value, is_inner=True)
         known = len(self._kept)
         self._enter(name, value)
@@ -264,7 +272,7 @@ class Walk(Coder):
         """Name what is compared, but not saved, if setup has made it."""
         rules = self.anchors.rules
         if rules.tops is not None and id(value) not in rules.known:
-            raise Unsavable(path, reasons.without_state(value))
+            raise Unsavable(path, without_state(value))
         return self.anchors.name_of(value) or self.anchors.add_any(path, value)
 
     def _reach(self, name: str, part: Any) -> None:
@@ -285,7 +293,7 @@ class Walk(Coder):
         elif is_plain_object(type(part)) and not has_state(part) and name in self.anchors.parts:
             self._queue.append((name, part, [*attributes_of(part).items()]))
         elif not isinstance(part, (*CODE, nn.Module, Tensor)) and not has_state(part):
-            self.opaque[name] = (part, reasons.without_state(part))
+            self.opaque[name] = (part, without_state(part))
 
     makers: ClassVar[dict[type, Callable[[Any, str, Any], Any]]] = {
         **Coder.makers,
@@ -310,6 +318,24 @@ def _fields_of(function: Any) -> Iterator[tuple[str, Any]]:
 def _comes_from_library(part: Any) -> bool:
     """Return whether a function belongs to torch or Helios."""
     return (getattr(part, "__module__", None) or "").startswith(("torch.", "helios.", "numpy."))
+
+
+def without_state(part: Any) -> str:
+    """Return why an object without a ``state_dict`` cannot be saved, and the remedy."""
+    if isinstance(part, Iterator):
+        return _ITERATOR
+    name = type_name(type(part)).removeprefix("builtins.")
+    if isinstance(part, (*CODE, MethodType, functools.partial)):
+        return (
+            f"{name} has no state_dict: keep the name of the chosen object in an attribute, and "
+            "look it up by that name"
+        )
+    if isinstance(part, Dataset | DataLoader):
+        return f"{name} has no state_dict: create it in setup(), or at each start in a start event"
+    return (
+        f"{name} has no state_dict: give it state_dict() and load_state_dict(), and create it in "
+        "setup()"
+    )
 
 
 # ---- with marks

@@ -41,6 +41,10 @@ _CONTAINERS = frozenset((list, tuple, dict, OrderedDict))
 _MAPPINGS = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "defaultdict": defaultdict}
 
 
+class UnknownTypeError(StateError):
+    """A value of a class that nobody has named."""
+
+
 class Builder:
     """Builds values, within which the same references lead to the same object.
 
@@ -237,7 +241,7 @@ class Builder:
         name = in_every_process(code["type"])
         kind = self._types.get(name)
         if kind is None:
-            raise StateError(
+            raise UnknownTypeError(
                 f"The saved value of {path} is a {name}, which is unknown now: create one in "
                 "setup(), or return the type from types_for_safe_load()."
             )

@@ -7,39 +7,33 @@ value for which that is not possible raises an error when it is saved, not when 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import io
-import pickle
 import warnings
 import zipfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
+from operator import is_
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, BinaryIO, ClassVar, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
+from helios.core.generators import is_generator
+from helios.core.memory import has_plain_bytes
 from helios.core.utils import collector_at_rest
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError, StateError
 from helios.storage import files
-from helios.storage.codes import TOO_DEEP, Unsavable
+from helios.storage.building import Builder, UnknownTypeError
+from helios.storage.codes import NO_VALUE, TAG, TOO_DEEP, Coder, Codes, Unsavable
 from helios.storage.container_checks import (
     check_directory,
     check_sizes,
     reason_of,
     reraise_os_error,
 )
-from helios.storage.digest import DigestWriter
-from helios.storage.payload_codes import (
-    FindSharded,
-    PayloadBuilder,
-    PayloadCoder,
-    compact,
-    fill_sharded,
-)
-from helios.storage.placeholders import stand_in
-from helios.storage.staging import HostBuffers
-from helios.storage.type_converters import names_of_global
+from helios.storage.files import DigestWriter
+from helios.storage.staging import HostBuffers, compact
+from helios.storage.type_converters import ShardedValue, type_name
 
 _ZIP_BEGINS = b"PK\x03\x04"
 # Warnings that torch emits for valid loads: the first one takes the file for a TorchScript archive,
@@ -52,52 +46,36 @@ _ALLOCATOR = "DefaultCPUAllocator"
 _WRITER = "unexpected pos"
 
 
-class Writable(Protocol):
-    """A file that :func:`write_encoded` writes to sequentially, without seeking."""
-
-    def write(self, data: bytes | memoryview, /) -> int:
-        """Write all of ``data``."""
-        ...
-
-    def flush(self) -> None:
-        """Flush what is buffered."""
-        ...
-
-
 def encode(
     tree: Any,
     *,
     where: str,
     safe_types: Iterable[Any] = (),
+    buffers: HostBuffers | None = None,
 ) -> Any:
     """Return a tree that ``weights_only`` loading accepts.
 
     NumPy arrays and scalars, the standard library's containers, paths, dates and times, byte
     strings and complex numbers become tagged dictionaries. Enum members, named tuples and other
-    objects need their type in ``safe_types``. Tensors are detached and share memory with the live
-    ones: if the tree is written later, copy them before training continues. Objects that occur
+    objects need their type in ``safe_types``. Tensors are detached and, without buffers, share
+    memory with the live ones. Objects that occur
     twice and tensors that share a storage do so again after decoding, within one call.
 
     Args:
         tree: the value.
         where: name of its root in messages, such as ``"model"`` in ``model.history[3]``.
         safe_types: the types that ``Model.types_for_safe_load`` returns.
+        buffers: hold copies of the tensors; those of the previous call become invalid.
 
     Raises:
+        MemoryError: if there is not enough memory for the copies.
         StateError: if a value could not be loaded again; the message has the path to it, its type
             and a remedy.
     """
-    coder, code = _encode(tree, where, safe_types)
-    compact(chain.from_iterable(coder.tensors.values()))
-    return code
-
-
-def _encode(tree: Any, where: str, safe_types: Iterable[Any]) -> tuple[PayloadCoder, Any]:
-    types = list(safe_types)
-    coder = PayloadCoder(types, lambda value: _try_loading(value, types))
+    coder = PayloadCoder(safe_types)
     try:
         with collector_at_rest():
-            return coder, coder.encode(tree)
+            code = coder.encode(tree)
     except Unsavable as error:
         place = f"{where}{error.path}".removeprefix(".")
         raise StateError(f"{place} cannot be saved: {error.reason}") from error
@@ -105,46 +83,10 @@ def _encode(tree: Any, where: str, safe_types: Iterable[Any]) -> tuple[PayloadCo
         raise StateError(
             f"{where} cannot be saved: {TOO_DEEP}, or name the attribute in `unsaved`."
         ) from None
-
-
-@dataclasses.dataclass(frozen=True)
-class Captured:
-    """An encoded tree that is written later.
-
-    Attributes:
-        code: the encoded tree, as :func:`encode` returns it.
-        is_own: whether it stays unchanged while training continues.
-    """
-
-    code: Any
-    is_own: bool
-
-
-def encode_to_host(
-    tree: Any,
-    *,
-    safe_types: Iterable[Any],
-    buffers: HostBuffers,
-) -> Captured:
-    """Encode a tree, and copy its tensors to host memory.
-
-    Objects of users' types, except enum members and tuples, are not copied; if the tree contains
-    one, ``is_own`` of the result is False.
-
-    Args:
-        tree: the value.
-        safe_types: the types that ``Model.types_for_safe_load`` returns.
-        buffers: hold the copies; those of the previous capture become invalid.
-
-    Raises:
-        StateError: as :func:`encode`.
-        MemoryError: if there is not enough memory for the copies.
-    """
-    coder, code = _encode(tree, "", safe_types)
     groups = compact(chain.from_iterable(coder.tensors.values()))
-    if not coder.has_live_objects:
+    if buffers is not None:
         buffers.copy(groups)
-    return Captured(code, is_own=not coder.has_live_objects)
+    return code
 
 
 def decode(
@@ -154,7 +96,7 @@ def decode(
     return PayloadBuilder(safe_types, find_sharded).build("", tree)
 
 
-def write_encoded(handle: Writable, tree: Any) -> None:
+def write_encoded(handle: BinaryIO | DigestWriter, tree: Any) -> None:
     """Write an encoded tree sequentially.
 
     Raises:
@@ -211,40 +153,38 @@ def read(
         MemoryError: if its tensors do not fit into memory.
         OSError: if the file cannot be opened or read.
     """
-    types = list(safe_types)
     try:
-        with path.open("rb") as handle, _loading(types):
+        with path.open("rb") as handle, _loading():
             # In torch's older formats, sizes cannot be checked against the contents.
             if handle.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
                 raise zipfile.BadZipFile("it is not a ZIP archive")
             check_sizes(handle)
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
-        return decode(tree, safe_types=types, find_sharded=find_sharded)
+        return decode(tree, safe_types=safe_types, find_sharded=find_sharded)
     except Exception as error:
         reraise_os_error(error)
         if isinstance(error, DamagedCheckpointError):
             raise
+        if isinstance(error, UnknownTypeError):
+            raise IncompatibleCheckpointError(f"{path} was not loaded. {error}") from error
         if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
             raise MemoryError(f"There is not enough memory to load {path}.") from error
-        names = unsafe_globals(path, types)
-        if names:
+        if names := unsafe_globals(path):
             raise IncompatibleCheckpointError(
-                f"{path} was not loaded: it refers to {', '.join(names)}, and loading creates only "
-                "allowed types. If you trust the file and these are your own types, return them "
-                "from the model's types_for_safe_load()."
+                f"{path} was not loaded: it refers to {', '.join(names)}, which no checkpoint "
+                "does. None of it was called; do not load the file unless you know who wrote it."
             ) from error
         raise DamagedCheckpointError(
             f"{path} cannot be read: {reason_of(error)}. Remove it, or use another checkpoint."
         ) from error
 
 
-def unsafe_globals(path: Path, safe_types: Iterable[Any] = ()) -> list[str]:
+def unsafe_globals(path: Path) -> list[str]:
     """Return the names in a file that loading would reject; empty if it is unreadable."""
-    with _allowing(safe_types):
-        try:
-            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
-        except Exception:
-            return []
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+    except Exception:
+        return []
 
 
 def read_structure(path: Path, find_sharded: FindSharded | None = None) -> tuple[Any, list[str]]:
@@ -290,8 +230,11 @@ def _read_structure(path: Path) -> tuple[Any, list[str]]:
         ) from error
 
 
-def _map(path: Path, safe_types: Iterable[Any]) -> Any:
-    with path.open("rb"), _loading(safe_types):
+def _map(path: Path, stand_ins: Iterable[Any]) -> Any:
+    # At its end, torch's context manager also removes types that the user registered before.
+    known = torch.serialization.get_safe_globals()
+    own = torch.serialization.safe_globals([each for each in stand_ins if each not in known])
+    with path.open("rb"), own, _loading():
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -324,38 +267,11 @@ def _global_name(kind: Any) -> str:
 
 
 @contextlib.contextmanager
-def _allowing(safe_types: Iterable[Any]) -> Iterator[None]:
-    # At its end, torch's context manager also removes types that the user registered before.
-    known = torch.serialization.get_safe_globals()
-    named = [each for kind in safe_types for each in (kind, *_other_names(kind))]
-    with torch.serialization.safe_globals([each for each in named if each not in known]):
-        yield
-
-
-def _other_names(kind: Any) -> list[tuple[Any, str]]:
-    """Return a type with each name that it has in another process of the run."""
-    if not isinstance(kind, type):
-        return []
-    return [(kind, name) for name in names_of_global(kind) if name != _global_name(kind)]
-
-
-@contextlib.contextmanager
-def _loading(safe_types: Iterable[Any]) -> Iterator[None]:
-    with _allowing(safe_types), warnings.catch_warnings():
+def _loading() -> Iterator[None]:
+    with warnings.catch_warnings():
         for text in (_SCRIPT_WARNING, _SPARSE_WARNING):
             warnings.filterwarnings("ignore", text, UserWarning)
         yield
-
-
-def _try_loading(value: Any, safe_types: list[Any]) -> None:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    with _loading(safe_types):
-        try:
-            torch.load(buffer, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise TypeError(reason_of(error)) from error
 
 
 def find_cause(error: BaseException) -> BaseException:
@@ -363,3 +279,157 @@ def find_cause(error: BaseException) -> BaseException:
     while _WRITER in str(error) and error.__context__ is not None:
         error = error.__context__
     return error
+
+
+# ---- objects of a file whose classes are not loaded
+
+
+class Unknown:
+    """An object of a file whose class is unknown or not trusted.
+
+    Attributes:
+        name: the full name of its class or function in the file.
+        parts: its arguments, and its state if it has one.
+    """
+
+    name = ""
+    parts: tuple[Any, ...] = ()
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __setstate__(self, state: Any) -> None:
+        self.parts = (*self.parts, state)
+
+    def __repr__(self) -> str:
+        return f"{self.name}(...)"
+
+
+def stand_in(name: str) -> type[Unknown]:
+    """Return a placeholder class for a name that a file refers to.
+
+    Example:
+        >>> stand_in("datetime.date")(2024, 2, 29).parts
+        (2024, 2, 29)
+    """
+    return type("Unknown", (Unknown,), {"name": name})
+
+
+# ---- codes of a payload
+
+FindSharded: TypeAlias = Callable[[str], Any]
+
+_SHARDED = "sharded"
+
+
+class PayloadCoder(Coder):
+    """One walk over a payload.
+
+    Args:
+        safe_types: users' types that loading may create.
+    """
+
+    def __init__(self, safe_types: Iterable[Any]) -> None:
+        super().__init__()
+        self._safe = frozenset(kind for kind in safe_types if isinstance(kind, type))
+        # The tensor is kept with its code, since an id is unique only while the object exists.
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def encode(self, tree: Any) -> Any:
+        """Return the code of a payload.
+
+        Raises:
+            Unsavable: if a value has none.
+        """
+        code = self.code("", tree)
+        self.place_views()
+        return code
+
+    def code_other(self, path: str, value: Any) -> Any:
+        """Return the code of what a walk has written, or of a value of a user's type."""
+        kind = type(value)
+        if kind is Codes:
+            self.tensors[path] = value.tensors
+            return {TAG: "codes", "value": dict(value)}
+        if kind is ShardedValue:
+            return {TAG: _SHARDED, "name": value.name}
+        if kind is torch.nn.Parameter:
+            return self._plain_tensor(path, value)
+        if kind is not int and kind not in self._safe and not is_generator(value):
+            raise Unsavable(
+                path,
+                f"{NO_VALUE.format(type_name(kind))}. Add the type to the model's "
+                "types_for_safe_load(), name the attribute in `unsaved`, or give its owner a "
+                "state_dict of plain values.",
+            )
+        return super().code_other(path, value)
+
+    def _plain_tensor(self, path: str, value: Tensor) -> Tensor:
+        if id(value) in self._tensors:
+            return self._tensors[id(value)][1]
+        code = value.detach()
+        is_dense = has_plain_bytes(code)
+        if not is_dense or code.is_conj() or code.is_neg():
+            # The storage alone does not define its values.
+            code = code.clone()
+        if type(value) is Tensor and value.is_leaf:
+            code.requires_grad_(value.requires_grad)
+        self._tensors[id(value)] = value, code
+        if is_dense:
+            self.tensors[path] = [code]
+        return code
+
+    makers: ClassVar = {**Coder.makers, Tensor: _plain_tensor}
+
+
+class PayloadBuilder(Builder):
+    """Builds a payload from its code.
+
+    Args:
+        safe_types: the types that may be created; no others are looked up.
+        find_sharded: returns the tensor that stands for a sharded one, by name.
+    """
+
+    def __init__(
+        self, safe_types: Iterable[Any] = (), find_sharded: FindSharded | None = None
+    ) -> None:
+        super().__init__(safe_types)
+        self._find_sharded = find_sharded or ShardedValue
+
+    def build_other(self, path: str, code: dict[str, Any]) -> Any:
+        """Return the value of a code that only payloads have."""
+        tag = code[TAG]
+        if tag == _SHARDED:
+            return self._find_sharded(code["name"])
+        if tag == "codes":
+            return Codes(code["value"])
+        return super().build_other(path, code)
+
+
+def fill_sharded(code: Any, find_sharded: FindSharded) -> Any:
+    """Put the tensors that stand for sharded ones into a code, in place, without decoding it.
+
+    Args:
+        code: what an encoder or anybody else has made.
+        find_sharded: returns such a tensor, by name.
+    """
+    waiting: list[Any] = []
+    seen: set[int] = set()
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, dict) and value.get(TAG) == _SHARDED:
+            return find_sharded(str(value.get("name")))
+        if type(value) is tuple:
+            members = tuple(map(visit, value))
+            return value if all(map(is_, members, value)) else members
+        if isinstance(value, dict | list) and id(value) not in seen:
+            seen.add(id(value))
+            waiting.append(value)
+        return value
+
+    code = visit(code)
+    while waiting:
+        holder = waiting.pop()
+        for key in range(len(holder)) if isinstance(holder, list) else list(holder):
+            holder[key] = visit(holder[key])
+    return code

@@ -10,9 +10,9 @@ aliases and cycles need no code of their own.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from enum import Enum, Flag
-from itertools import chain, compress, repeat
+from itertools import compress, repeat
 from operator import is_
 from typing import Any, ClassVar, Final
 
@@ -120,13 +120,6 @@ def are_native(values: Collection[Any]) -> bool:
     return bool(max(map(abs, numbers)) < _BIG)
 
 
-def are_flat(values: Collection[Any]) -> bool:
-    """Return whether values are their own codes, or are tuples of such values, as pairs are."""
-    if are_native(values):
-        return True
-    return set(map(type, values)) == {tuple} and are_native([*chain.from_iterable(values)])
-
-
 class Coder:
     """One walk over values, each of which gets its code.
 
@@ -222,10 +215,6 @@ class Coder:
         """Return tensors and arrays, by name, that views may lie in, and that have no code."""
         return {}
 
-    def keep_plain(self, views: Sequence[View]) -> bool:
-        """Return whether views that overlap need no code, since torch keeps what they share."""
-        return False
-
     # ---- one method for each kind
 
     def _converted(self, path: str, value: Any) -> Any:
@@ -244,9 +233,8 @@ class Coder:
         return {TAG: "scalar", "value": scalar_to_parts(value)}
 
     def _members(self, path: str, values: Collection[Any]) -> list[Any]:
-        return list(values) if are_flat(values) else self._mixed(path, values)
-
-    def _mixed(self, path: str, values: Collection[Any]) -> list[Any]:
+        if are_native(values):
+            return list(values)
         return [
             # Most members of most sequences are plain.
             each if type(each) in _PLAIN else self.code(f"{path}.{number}", each)
@@ -260,7 +248,7 @@ class Coder:
         name = self.names.get(id(value))
         if name is not None:
             return {TAG: "ref", "name": name}
-        items = self._mixed(path, value)
+        items = self._members(path, value)
         if id(value) not in self.names:
             # Only now: a tuple is built after its members, even if one of them leads back to it.
             self.refer(path, value)
@@ -322,8 +310,6 @@ class Coder:
         return code
 
     def _pairs(self, path: str, value: Mapping[Any, Any]) -> list[list[Any]]:
-        if are_flat(value) and are_native(value.values()) and not self.may_omit:
-            return [*map(list, value.items())]
         pairs = []
         for number, (key, each) in enumerate(value.items()):
             coded = self.code(f"{path}.<key {number}>", key)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import os
 import pickle
 import pickletools
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, final
 
 from helios.errors import DamagedCheckpointError
-from helios.storage.file_part import FilePart
 
 _CHUNK_BYTES = 1 << 20
 _FOLDER_FLAG = 0x10
@@ -203,3 +203,45 @@ def _promise(reference: Any) -> tuple[str, int]:
         case ("storage", str(kind), str(key), str(), int(count)) if kind in _ELEMENT_BYTES:
             return key, count * _ELEMENT_BYTES[kind]
     raise ValueError("it refers to a record in a way that torch does not write")
+
+
+@final
+class FilePart(io.RawIOBase):
+    """A part of a file; to be read through ``io.BufferedReader``, which closes it.
+
+    Args:
+        path: the file.
+        offset: where the part begins in it.
+        length: its number of bytes.
+    """
+
+    def __init__(self, path: Path, offset: int, length: int) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._offset, self._length, self._place = offset, length, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place in the part."""
+        bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._length}
+        self._place = bases[whence] + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        """Read from the present place on."""
+        rest = max(0, self._length - self._place)
+        self._file.seek(self._offset + self._place)
+        count = self._file.readinto(memoryview(buffer)[:rest]) or 0
+        self._place += count
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()

@@ -1,4 +1,4 @@
-"""The file operations of a save.
+"""The files of a run: paths that users give, durable operations, digests.
 
 A write is durable if the bytes are on the disk before the name refers to them, and the name is on
 the disk before the call returns. Callers use these functions through the module
@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import itertools
 import os
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from helios.errors import ArgumentError
 
 TEMPORARY_SUFFIX = ".tmp"
 _COPIED_AT_ONCE = 1 << 22
@@ -57,18 +64,14 @@ def replace(source: Path, target: Path) -> None:
     source.replace(target)
 
 
-def find_free(path: Path) -> Path:
-    """Return the path of a file that is put aside: the first free ``<stem>.before-<n><suffix>``."""
-    number, target = 1, path
-    while target.exists():
-        target = path.with_name(f"{path.stem}.before-{number}{path.suffix}")
-        number += 1
-    return target
+def find_free(make: Callable[[int], Path]) -> Path:
+    """Return the first path that does not exist, of those that are made of 1, 2, 3 ..."""
+    return next(path for path in map(make, itertools.count(1)) if not path.exists())
 
 
 def rename_aside(path: Path) -> Path:
     """Rename a file durably to ``<stem>.before-<n><suffix>``, and return the new path."""
-    target = find_free(path)
+    target = find_free(lambda n: path.with_name(f"{path.stem}.before-{n}{path.suffix}"))
     replace(path, target)
     fsync_folder(target.parent)
     return target
@@ -186,3 +189,125 @@ def copy_durably(source: Path, target: Path) -> None:
             while data := original.read(_COPIED_AT_ONCE):
                 write(copied, data)
         fsync(copied)
+
+
+# ---- paths that users give
+
+
+# Helios opens, locks and renames files, which no URL allows, and ``Path("s3://bucket")`` is a path
+# to Python. One letter is a drive of Windows. A Path keeps one slash of two.
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
+
+
+def as_local_path(name: str, value: str | Path) -> Path:
+    """Return a path of the file system; ``file:///...`` is taken as one.
+
+    Args:
+        name: what the path was given as, for the message.
+        value: the path.
+
+    Raises:
+        ArgumentError: for any other URL.
+
+    Example:
+        >>> as_local_path("folder", "file:///data/my%20runs").as_posix()
+        '/data/my runs'
+    """
+    text = value.as_posix() if isinstance(value, Path) else value
+    if not _URL.match(text):
+        return Path(value)
+    url = urlsplit(text)
+    if url.scheme == "file" and url.netloc in ("", "localhost"):
+        return Path(url2pathname(url.path))
+    raise ArgumentError(
+        f"{name} must be a path of the file system, got the URL {text!r}. Mount it, or use a local "
+        "folder and copy its files there and back between starts."
+    )
+
+
+# ---- digests
+
+
+_PREFIX = "sha256:"
+_CHUNK_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 18
+
+
+class DigestWriter:
+    """A writable binary file that hashes what it passes on to another file.
+
+    Small chunks are buffered here, not in the file, because a process forked in the meantime, such
+    as a loader worker, would write its copy of the file's buffer.
+
+    Args:
+        handle: the unbuffered file to write to; it is not closed.
+        hashes: whether to compute a digest.
+    """
+
+    def __init__(self, handle: BinaryIO, *, hashes: bool = True) -> None:
+        self._handle = handle
+        self._hash = hashlib.sha256() if hashes else None
+        self._small = bytearray()
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write and hash all of ``data``; returns the number of bytes."""
+        size = memoryview(data).nbytes
+        if size < _SMALL_BYTES:
+            self._small += data
+            if len(self._small) >= _CHUNK_BYTES:
+                self.flush()
+            return size
+        self.flush()
+        if self._hash is not None:
+            self._hash.update(data)
+        write(self._handle, data)
+        return size
+
+    def flush(self) -> None:
+        """Write out the buffered chunks."""
+        small, self._small = self._small, bytearray()
+        if self._hash is not None:
+            self._hash.update(small)
+        write(self._handle, memoryview(small))
+
+    def digest(self) -> str:
+        """Return the digest of everything written so far; empty if ``hashes`` is False."""
+        self.flush()
+        return "" if self._hash is None else _PREFIX + self._hash.hexdigest()
+
+
+def digest_file(path: Path, watch: Callable[[int], object] | None = None) -> str:
+    """Return the digest of a file, read in chunks of 1 MiB.
+
+    Args:
+        path: the file.
+        watch: called with the number of bytes of each chunk.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    result = hashlib.sha256()
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as handle:
+        while count := handle.readinto(chunk):
+            result.update(chunk[:count])
+            if watch is not None:
+                watch(count)
+    return _PREFIX + result.hexdigest()
+
+
+class FileFacts(NamedTuple):
+    """What is known of a file that was written.
+
+    Attributes:
+        size: its size in bytes.
+        digest: its digest; empty if none was computed.
+    """
+
+    size: int
+    digest: str
+
+    @classmethod
+    def of(cls, path: Path, *, hashes: bool) -> FileFacts:
+        """Return the facts of a file."""
+        return cls(path.stat().st_size, digest_file(path) if hashes else "")

@@ -70,12 +70,11 @@ def place(coder: Coder) -> None:
             for members in overlapping(numbers, spans):
                 together = [views[n - len(homes)] for n in members if n >= len(homes)]
                 shared.update(members)
-                if together and not coder.keep_plain(together):
+                if together:
                     _place_together(coder, members, homes, views, spans)
     for number, view in enumerate(views, len(homes)):
-        if number in shared or (isinstance(view.part, Tensor) and coder.keep_plain([view])):
-            continue
-        _place_alone(coder, view)
+        if number not in shared:
+            _place_alone(coder, view)
 
 
 def overlapping(numbers: Sequence[int], spans: Sequence[Extent]) -> list[list[int]]:

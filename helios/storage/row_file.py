@@ -142,17 +142,14 @@ class RowFile:
             return False
         size = self._path.stat().st_size
         self._read_up_to(mark["size"])
-        if self._size < mark["size"]:
-            what = f"has only {size} of the {mark['size']} bytes that it had at the checkpoint"
-        elif self._digest.hexdigest() != mark["digest"]:
-            what = f"was changed: its first {mark['size']} bytes differ from the checkpoint"
-        else:
+        if self._size == mark["size"] and self._digest.hexdigest() == mark["digest"]:
             if size > mark["size"]:
                 self._drop_rest()
             return True
         self._move_aside(
-            f"%s {what}. It was moved to %s, and a new file is started, without the rows up to the "
-            "checkpoint. To keep them, stop and put the right file back."
+            f"%s was changed: its first {mark['size']} bytes differ from the checkpoint. It was "
+            "moved to %s, and a new file is started, without the rows up to the checkpoint. To "
+            "keep them, stop and put the right file back."
         )
         return False
 

@@ -1,6 +1,7 @@
-"""Host memory that tensors are copied to, so that training can continue while they are written.
+"""The tensors of a payload on their way to a file: without unused memory, and copied to the host.
 
-The memory is reused: writing to a new page takes several times as long as to one in use.
+Training continues while the copies are written. Their memory is reused: writing to a new page takes
+several times as long as to one in use.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from helios.core.memory import memory_in, span_of, tensor_on
 
 
 class HostBuffers:
@@ -74,3 +77,42 @@ class HostBuffers:
 def _look_at(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
     view = torch.empty(0, dtype=like.dtype)
     return view.set_(storage, like.storage_offset(), like.size(), like.stride())
+
+
+def compact(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Move tensors away from storages that would be written for a small part only, in place.
+
+    A storage that several tensors use stays whole, as torch writes it once.
+
+    Args:
+        tensors: detached tensors.
+
+    Returns:
+        The tensors, grouped by their storages.
+    """
+    found: dict[tuple[str, int, torch.dtype], list[Tensor]] = {}
+    for part in tensors:
+        storage = part.untyped_storage()
+        if storage.nbytes():
+            found.setdefault((str(part.device), storage.data_ptr(), part.dtype), []).append(part)
+    taken: set[tuple[str, int]] = set()
+    for (device, address, dtype), group in found.items():
+        size = group[0].untyped_storage().nbytes()
+        is_small = len(group) == 1 and size > group[0].nbytes
+        # torch writes a storage with elements of one type, and reads whole elements only.
+        if is_small or size % dtype.itemsize or (device, address) in taken:
+            _move(group)
+        taken.add((device, address))
+    return [*found.values()]
+
+
+def _move(group: Sequence[Tensor]) -> None:
+    if len(group) == 1:
+        group[0].data = group[0].detach().clone()
+        return
+    spans = [span_of(part) for part in group]
+    begin, end = min(spans)[0], max(span[1] for span in spans)
+    storage = memory_in((begin, end), group).clone().untyped_storage()
+    for part in group:
+        first = (part.data_ptr() - begin) // part.element_size()
+        part.data = tensor_on(storage, part.dtype, part.shape, part.stride(), first)

@@ -165,14 +165,6 @@ def in_every_process(name: str) -> str:
     return _OF_SCRIPT + name.removeprefix(_OF_STARTED_RANK) if is_of_rank else name
 
 
-def names_of_global(kind: type) -> list[str]:
-    """Return the names under which a pickle of any process of a run refers to a type."""
-    name = type_name(kind)
-    if not name.startswith(_OF_SCRIPT):
-        return [name]
-    return [name, _OF_STARTED_RANK + name.removeprefix(_OF_SCRIPT)]
-
-
 @dataclasses.dataclass(frozen=True)
 class ShardedValue:
     """A sharded tensor, whose rows are in other files.

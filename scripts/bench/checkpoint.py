@@ -235,7 +235,7 @@ def run_way(name: str, folder: Path) -> dict[str, Any]:
 def run_load(folder: Path) -> dict[str, Any]:
     """Time loads of one checkpoint, in turn; returns medians."""
     from helios.checkpoint.loading import load
-    from helios.storage.digest import digest_file
+    from helios.storage.files import digest_file
 
     way = Ours(Training.make(), folder)
     way.training.step(torch.randn(BATCH, WIDTH))

@@ -29,15 +29,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from helios.checkpoint import loading
 from helios.checkpoint.options import CheckpointStore
-from helios.checkpoint.sharded_rows import copy_rows, split_sharded
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.sharded_tensors import RowShare, cut_like
 from helios.distributed import process_groups
 from helios.sharding.fsdp_adapter import make_mesh, shard_unit
 from helios.storage import files
-from helios.storage.dcp_folder import save_rows
-from helios.storage.digest import digest_file
+from helios.storage.dcp_folder import copy_rows, save_rows, split_sharded
+from helios.storage.files import digest_file
 from helios.storage.staging import HostBuffers
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from helios.checkpoint.export import Weights, select_weights
-from helios.checkpoint.export_files import write_folder
+from helios.checkpoint.export import Weights, select_weights, write_folder
 from helios.checkpoint.status import look_into
 from helios.checkpoint.store import RunFolder
 from tests.checkpoint import kill_child

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from helios.checkpoint.store import RunFolder
-from helios.storage.digest import digest_file
+from helios.storage.files import digest_file
 from tests.checkpoint.helpers import make_payload, make_sidecar, save
 
 PLACE = (2, 4)

@@ -15,7 +15,7 @@ from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.sharded_tensors import OwnRows, RowShare
 from helios.storage import files
 from helios.storage.dcp_folder import RowPlanner, RowWriter
-from helios.storage.digest import FileFacts
+from helios.storage.files import FileFacts
 from helios.storage.type_converters import ShardedValue
 from tests.checkpoint.helpers import make_payload, make_sidecar
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint.comparison import compare_checkpoints
+from helios.checkpoint.outline import compare_checkpoints
 from helios.cli.commands import main
 from helios.errors import ArgumentError
 

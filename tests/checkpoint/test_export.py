@@ -13,8 +13,7 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios.checkpoint import status
-from helios.checkpoint.export import Weights, select_weights
-from helios.checkpoint.export_files import write_weights
+from helios.checkpoint.export import Weights, select_weights, write_weights
 from helios.errors import ArgumentError, CheckpointError
 from helios.plugins import EMA
 from tests.checkpoint.helpers import make_payload

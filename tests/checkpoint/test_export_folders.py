@@ -16,8 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from helios.checkpoint.contents import METADATA_NAME, RECORD_NAME
-from helios.checkpoint.export import Weights, select_weights
-from helios.checkpoint.export_files import write_folder
+from helios.checkpoint.export import Weights, select_weights, write_folder
 from helios.checkpoint.status import look_into
 from helios.checkpoint.store import RunFolder
 from helios.cli import main

@@ -34,7 +34,7 @@ def test_a_bad_value_of_the_store_is_named(name: str, value: Any) -> None:
     [("count", 0), ("metric", ""), ("mode", "highest")],
 )
 def test_a_bad_value_of_the_best_is_named(name: str, value: Any) -> None:
-    good: dict[str, Any] = {"count": 1, "metric": "loss"}
+    good: dict[str, Any] = {"count": 1, "metric": "loss", "mode": "min"}
     with pytest.raises(ArgumentError, match=rf"^KeepBest\({name}=\.\.\.\) must be .* got "):
         KeepBest(**{**good, name: value})
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import Level
 from helios.checkpoint.sidecar import Sidecar
 from helios.errors import DamagedCheckpointError
-from helios.findings import Finding, FindingKind, Findings
+from helios.findings import Finding, FindingKind, Findings, Level
 from helios.state import Cursor, TrainingState
 from tests.checkpoint.helpers import make_sidecar
 

@@ -12,8 +12,9 @@ import pytest
 
 from helios.checkpoint import file_names
 from helios.checkpoint.checkpoint_writer import PlainWriter
+from helios.checkpoint.loading import read_sidecar
 from helios.checkpoint.store import CheckpointStore, PendingCheckpoint, RunFolder
-from helios.storage import digest, files
+from helios.storage import files
 from tests.checkpoint.helpers import make_payload, make_sidecar, names, save
 
 
@@ -27,7 +28,7 @@ def test_a_checkpoint_is_a_file_and_a_sidecar_with_its_digest(folder: RunFolder)
     assert path == folder.path / "run_epoch_3_iter_100.pth"
     assert names(folder.path) == ["run_epoch_3_iter_100.json", "run_epoch_3_iter_100.pth"]
     table = json.loads((folder.path / "run_epoch_3_iter_100.json").read_text())
-    assert table["digest"] == digest.digest_file(path)
+    assert table["digest"] == files.digest_file(path)
     assert (table["epoch"], table["iteration"], table["num_replicas"]) == (3, 100, 1)
     assert (table["schema"], table["run_name"]) == (file_names.SCHEMA, "run")
     assert table["level"] == "restart"
@@ -129,13 +130,13 @@ def test_a_deletion_that_fails_is_a_warning(
 @pytest.mark.shows("S32")
 def test_the_end_of_a_run_is_noted_under_the_same_digest(folder: RunFolder) -> None:
     path = save(folder, 1, 1)
-    before = folder.read_sidecar(path)
+    before = read_sidecar(path)
     folder.mark_finished(path, "total_steps reached")
-    after = folder.read_sidecar(path)
+    after = read_sidecar(path)
     assert before is not None
     assert after is not None
     assert (before.finished, after.finished) == (None, "total_steps reached")
-    assert after.digest == before.digest == digest.digest_file(path)
+    assert after.digest == before.digest == files.digest_file(path)
     assert folder.load_newest() is not None
     assert len(names(folder.path)) == 2
 

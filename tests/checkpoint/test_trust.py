@@ -27,7 +27,7 @@ import helios
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import RunFolder
 from helios.errors import CheckpointError
-from helios.storage.digest import digest_file
+from helios.storage.files import digest_file
 from tests.checkpoint.helpers import make_payload, make_sidecar
 from tests.checkpoint.hostile import Calling
 from tests.checkpoint.test_mutations import little_memory
@@ -338,14 +338,12 @@ READERS = {
     *("np.load", "numpy.load", "dill.load", "joblib.load", "cPickle.loads", "copyreg.constructor"),
     *("eval", "exec", "compile"),
 }
-# Files are read in "storage" and "core", where the metadata only gets stand-ins; what else is
-# unpickled comes from the run's own processes.
+# Files are read in "storage" and "core"; what else is unpickled comes from the run's own processes.
 ALLOWED = {
     "storage/codec.py": {"torch.load"},
     "data/workers.py": {"pickle.loads"},  # what workers of this process send
     "core/utils.py": {"torch.load"},
     "storage/dcp_folder.py": {"torch.load"},
-    "storage/dcp_metadata.py": {"pickle.Unpickler"},
     "distributed/pickling.py": {"pickle.loads", "torch.load"},
     "launch/spawning.py": {"pickle.loads"},
     "replicas/on_all_ranks.py": {"pickle.loads"},

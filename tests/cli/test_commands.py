@@ -115,8 +115,8 @@ def test_ls_in_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]
     assert document["root"] == str(root)
     assert (folder["start"], folder["start_path"]) == ("resumes", path)
     (found,) = folder["files"]
-    assert (found["path"], found["state"], found["checked"]) == (path, "not verified", "container")
-    assert (found["reason"], found["place"], found["needs"]) == ("", [1, 7], [])
+    assert (found["path"], found["state"], found["checked"]) == (path, "not verified", "nothing")
+    assert (found["reason"], found["place"]) == ("", [1, 7])
     assert found["size"] == Path(path).stat().st_size
     sidecar = found["sidecar"]
     assert (sidecar["run_name"], sidecar["metrics"]) == ("run", {"loss": 0.125})
@@ -194,7 +194,7 @@ def test_no_command_executes_anything_in_a_file(
         assert "Traceback" not in ran.err
     ran = Ran(capsys, "verify", path)
     assert "refers to" in ran.out
-    assert ran.code == (name != "a user's class inside")
+    assert ran.code == 1
 
 
 def test_export_writes_beside_the_checkpoint_and_says_where_from(

@@ -224,7 +224,9 @@ def make_trainer(folder: Path, unit: str = "epoch", **options: Any) -> hlt.Train
 def run_script(folder: Path, unit: str, num_workers: int, kill_at: int = 0) -> dict[str, Any]:
     """Train as a script of Helios 1 does; return what must be equal."""
     model = Classifier(kill_at)
-    assert make_trainer(folder, unit).fit(model, PointsModule(num_workers)) is True
+    # A kill comes after the save before it.
+    store = helios.CheckpointStore(is_async=False)
+    assert make_trainer(folder, unit, store=store).fit(model, PointsModule(num_workers)) is True
     return {
         "seen": model._seen,
         "weights": digest(model.state_dict()["net"]),

@@ -400,7 +400,7 @@ def test_below_elastic_a_replay_needs_the_processes_of_the_run(whole: Path, tmp_
     path = _checkpoints(folder)[0]
     loaded = loading.load(path)
     assert loaded.sidecar is not None
-    parts = {"values": None, "objects": {}, "data": None}
+    parts = {"model": {}, "data": None, "owners": {}, "states": {}}
     path.unlink()
     payload = loaded.payload | {"by_rank": [parts, parts]}
     save_payload(RunFolder(path.parent), payload, stem=path.stem, sidecar=loaded.sidecar)

@@ -443,8 +443,8 @@ def test_a_record_holds_what_differs_between_processes() -> None:
         assert named(record, FindingKind.OBSTACLE) == ["train_step changes history, teacher.weight"]
         assert record.num_replicas == 2
         for rank, own in enumerate(record.by_rank):
-            assert own["values"][""]["history"] == [1.0 + rank, 10.0 * (1 + rank)]
-            assert own["objects"]["teacher"]["weight"].tolist() == [[11.0 * (1 + rank)]]
+            assert own["model"]["values"][""]["history"] == [1.0 + rank, 10.0 * (1 + rank)]
+            assert own["model"]["objects"]["teacher"]["weight"].tolist() == [[11.0 * (1 + rank)]]
             assert own["data"] is None
 
 
@@ -479,7 +479,7 @@ def test_what_manual_steps_leave_on_each_process_is_saved_too() -> None:
     for is_manual, obstacles, by_rank in run_ranks(_capture_manual, 2):
         assert is_manual is True
         assert obstacles == [], "manual steps bind a run by themselves"
-        histories = [own["values"][""]["history"] for own in by_rank]
+        histories = [own["model"]["values"][""]["history"] for own in by_rank]
         assert histories == [[1.0, 10.0], [2.0, 20.0]]
 
 

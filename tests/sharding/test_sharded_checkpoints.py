@@ -71,7 +71,7 @@ def test_each_process_writes_its_rows_and_nobody_gathers(
     sizes = [each.stat().st_size for each in sorted(path.glob("*.distcp"))]
     assert len(sizes) == 2
     assert max(sizes) < 0.6 * sum(sizes)
-    tensors, net = TensorFolder(path).open_tensors(), "model.objects.net"
+    tensors, net = TensorFolder(path).tensors, "model.objects.net"
     # The tied weight is in the files once.
     assert tensors[f"{net}.embedding.weight"].place == tensors[f"{net}.head.weight"].place
     states = [helios.load_checkpoint(each)["model"]["objects"] for each in (path, whole)]

@@ -13,9 +13,8 @@ from torch import nn
 
 import helios
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import Level
 from helios.errors import UsageError
-from helios.findings import Finding, FindingKind, Findings
+from helios.findings import Finding, FindingKind, Findings, Level
 from helios.plugins import Plugin
 from helios.start.level import Reproducibility
 from helios.state import TrainingState

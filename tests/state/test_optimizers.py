@@ -164,7 +164,7 @@ def _exchanged(*, is_other: bool) -> Any:
         (
             lambda: _groups(["a", "b"]),
             lambda: _one_group(["a", "b"]),
-            "the same parameters are in other groups now",
+            "in the same groups",
         ),
     ],
     ids=["exchanged", "other groups"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helios.storage.checksums import array_sum, tensor_sum, weighted_sum
+from helios.storage.content_hash import array_sum, tensor_sum, weighted_sum
 
 _COUNT = 70_001
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helios.storage import digest, files
+from helios.storage import files
 
 _SIZES = (0, 1, 1 << 18, (1 << 18) - 1, 3 << 20)
 
@@ -18,7 +18,7 @@ def test_the_digest_of_what_was_written_is_that_of_the_file(tmp_path: Path, size
     data = random.Random(size).randbytes(size)
     path = tmp_path / "file"
     with files.create(path) as handle:
-        writer = digest.DigestWriter(handle)
+        writer = files.DigestWriter(handle)
         for chunk in (b"head", data, memoryview(data), b"tail"):
             assert writer.write(chunk) == len(chunk)
         writer.flush()
@@ -26,12 +26,12 @@ def test_the_digest_of_what_was_written_is_that_of_the_file(tmp_path: Path, size
     expected = b"head" + data + data + b"tail"
     assert path.read_bytes() == expected
     assert written == "sha256:" + hashlib.sha256(expected).hexdigest()
-    assert digest.digest_file(path) == written
+    assert files.digest_file(path) == written
 
 
 def test_one_changed_bit_changes_the_digest(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(5000))
-    before = digest.digest_file(path)
+    before = files.digest_file(path)
     path.write_bytes(bytes(4999) + b"\x01")
-    assert digest.digest_file(path) != before
+    assert files.digest_file(path) != before

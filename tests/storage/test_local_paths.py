@@ -17,7 +17,7 @@ from helios.engines.engine import Engine
 from helios.errors import ArgumentError
 from helios.ledger import diff, verify
 from helios.plugins import CSVLogger, JSONLLogger, Profiler
-from helios.storage.local_paths import as_local_path
+from helios.storage.files import as_local_path
 from helios.trainer import find_last_checkpoint
 from tests.typed.user_script import Line, Numbers
 
