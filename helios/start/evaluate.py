@@ -127,7 +127,7 @@ def _set_up_for(run: Run, state: Trained | None) -> Callable[[RunParts], None]:
     """Set up what is evaluated; returns what gives it its state, once its objects are there."""
     if state is None and run.trained is not None:
         return _set_up_around(run, run.trained)
-    run.set_up(is_inference=True)
+    run.set_up(is_inference=True, is_resumed=state is not None)
     run.find_owners(run.open_saved_source(state))
     if state is None:
         run.model.load_for_testing()

@@ -71,6 +71,7 @@ from helios.start.processes import (
     require_alike,
 )
 from helios.start.replay_range import ReplayRange
+from helios.start.setup_context import SetupContext
 from helios.start.signals import Listener, find_signal_code
 from helios.start.stateful import find_owners
 from helios.start.trained_model import TrainedModel
@@ -625,7 +626,12 @@ class Run:
             self.fresh = read_fresh(self.model, self.datamodule, self.owners.parts)
 
     def set_up(self, *, is_inference: bool, is_resumed: bool = False) -> None:
-        """Set up everything."""
+        """Set up everything.
+
+        Args:
+            is_inference: whether the run does not train.
+            is_resumed: whether the state of a checkpoint replaces what is set up.
+        """
         self.set_up_others()
         run = self.options
         take_own_processor(self.model)
@@ -634,7 +640,11 @@ class Run:
         if self.engine.device.type != "cpu":
             # A trainer and its model know each other, so a run that was dropped keeps its memory.
             gc.collect()
-        again = build_networks(self.model, self.engine, run, is_inference=is_inference)
+        context = SetupContext(
+            self.model, run.limits, self._open_trained_source, is_loaded_next=is_resumed
+        )
+        with context.given():
+            again = build_networks(self.model, self.engine, run, is_inference=is_inference)
         self.settings.enter_context(again)
         if not is_inference:
             set_train_mode(self.model, warns=not is_resumed)
@@ -648,8 +658,17 @@ class Run:
         """Let methods that setup has replaced receive events from here on."""
         self.hooks = self._make_bus()
 
+    def _open_trained_source(self) -> Source | None:
+        """Open the training data while the model is set up; ``None`` if nothing is trained."""
+        source = self.open_source(Phase.TRAINING) if self.phase is Phase.TRAINING else None
+        if source is not None:
+            source.skip_numbers(self.options.skip_batches)
+        return source
+
     def open_source(self, phase: Phase) -> Source | None:
-        """Open the data of a phase; returns that of its first loader, ``None`` without data."""
+        """Open the data of a phase, once; returns its first loader's, ``None`` without data."""
+        if phase in self.sources:
+            return self.sources[phase][0]
         make = {
             Phase.TRAINING: self.datamodule.train_dataloader,
             Phase.VALIDATION: self.datamodule.valid_dataloader,
