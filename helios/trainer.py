@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from helios.best import Scores
 from helios.checkpoint.file_names import find_last_checkpoint
@@ -41,6 +42,9 @@ from helios.start.run import Run, only_call
 from helios.start.signals import Signals, find_swallowed, raise_interrupted
 from helios.start.trained_model import TrainedModel
 from helios.start.unknown_arguments import with_known_arguments
+
+if TYPE_CHECKING:
+    from helios.find_lr import LearningRates
 
 __all__ = [
     "Trainer",
@@ -490,6 +494,60 @@ class Trainer:
         asked = ReplayOptions(start, stop)
         found: Replay = self._call(Phase.TRAINING, model, datamodule, asked=asked)
         return found
+
+    def find_lr(
+        self,
+        model: Model,
+        datamodule: DataModule,
+        *,
+        lowest: float = 1e-7,
+        highest: float = 10.0,
+        num_steps: int = 100,
+        loss: str = "loss",
+    ) -> LearningRates:
+        """Search for a learning rate: train a few steps with one that grows, and forget them.
+
+        The rate of the first group of each optimizer grows exponentially; other groups keep their
+        ratio to it. Schedulers have no effect, and the search ends early once the loss diverges.
+
+        Model, data, generators and folders are as before, whatever has happened; what data sets and
+        networks hold in memory is copied for that. Of the plugins, only the one that maps batches
+        takes part. It runs in this process, with the replicas of the run, or in all processes of a
+        launcher. ``setup`` and the events of a training are called, except those of validations and
+        checkpoints: what your own hooks write to disks stays there.
+
+        Args:
+            model: the model, whose ``setup`` builds the optimizers.
+            datamodule: its data.
+            lowest: the first rate.
+            highest: the last rate.
+            num_steps: how many steps are trained, at most.
+            loss: the name of the loss, for a model with several.
+
+        Returns:
+            The rates and losses, ``suggestion``, and ``plot()`` for a picture.
+
+        Raises:
+            ArgumentError: if a value is invalid, or the model has no such loss (a ``ValueError``).
+            Interrupted: after a signal.
+            Exception: whatever user code raises.
+        """
+        from helios.find_lr import RangeTest, find_rates
+
+        def train(options: Options, plugins: PluginTable) -> bool:
+            trainer = copy.copy(self)
+            vars(trainer).update(_options=options, plugins=plugins)
+            return trainer.fit(model, datamodule)
+
+        return find_rates(
+            model,
+            datamodule,
+            RangeTest(lowest, highest, num_steps, loss),
+            train,
+            options=self._options,
+            plugins=[*self.plugins.values()],
+            loop=self.roots.fit,
+        )
 
     def _call(
         self,
