@@ -81,7 +81,7 @@ def select_weights(
         CheckpointError: if there are no weights in it.
     """
     state = tree[file_names.KEY_MODEL]
-    networks = _networks_of(state)
+    networks = networks_of(state)
     if networks is None:
         weights = _select_from_own_state(state, network=network, average=average)
     else:
@@ -114,14 +114,14 @@ def find_network_tensors(tree: Mapping[str, Any], names: Collection[str]) -> dic
     Raises:
         DamagedCheckpointError: if their bytes are not those that were written.
     """
-    networks = _networks_of(tree[file_names.KEY_MODEL]) or {}
+    networks = networks_of(tree[file_names.KEY_MODEL]) or {}
     named = {
         f"{path}.{key}": part for path, state in networks.items() for key, part in state.items()
     }
     return {name: value_of(named[name]) for name in names if isinstance(named.get(name), Tensor)}
 
 
-def _networks_of(state: Any) -> dict[str, Mapping[str, Any]] | None:
+def networks_of(state: Any) -> dict[str, Mapping[str, Any]] | None:
     """Return the networks in a discovered state; ``None`` for a state of another form."""
     if not isinstance(state, Mapping) or not state.keys() >= {"objects", "flags", "parameters"}:
         return None

@@ -651,6 +651,8 @@ class Run:
         check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
+        if is_resumed or run.can_save:
+            context.check_loads()
         note_own_log(self.model)
         self.renew_hooks()
 
