@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -534,10 +533,12 @@ class Trainer:
         """
         from helios.find_lr import RangeTest, find_rates
 
-        def train(options: Options, plugins: PluginTable) -> bool:
-            trainer = copy.copy(self)
-            vars(trainer).update(_options=options, plugins=plugins)
-            return trainer.fit(model, datamodule)
+        def train(options: Options, plugins: PluginTable) -> None:
+            before = {name: each for name, each in vars(self).items() if name != "_exit_code"}
+            try:
+                self._call(Phase.TRAINING, model, datamodule, trial=(options, plugins))
+            finally:
+                vars(self).update(before)
 
         return find_rates(
             model,
@@ -557,6 +558,7 @@ class Trainer:
         *,
         checkpoint: Choice = "auto",
         asked: ReplayOptions | None = None,
+        trial: tuple[Options, PluginTable] | None = None,
     ) -> Any:
         refuse_nested_start()
         result: Any = find_swallowed(self._options.signals)
@@ -564,7 +566,9 @@ class Trainer:
             with only_call():
                 check_subjects(model, datamodule)
                 self.model, self.datamodule = model, datamodule
-                result = self._perform(self._make_run(phase, checkpoint), asked)
+                options, plugins = trial or (self._options, self.plugins)
+                run = self._make_run(phase, checkpoint, options, plugins)
+                result = self._perform(run, asked)
         if isinstance(result, Interrupted):
             self._exit_code = result.code
             is_fit, signals = phase is Phase.TRAINING, self._options.signals
@@ -573,17 +577,19 @@ class Trainer:
             result = False
         return result
 
-    def _make_run(self, phase: Phase, checkpoint: Choice) -> Run:
+    def _make_run(
+        self, phase: Phase, checkpoint: Choice, options: Options, plugins: PluginTable
+    ) -> Run:
         assert self.model is not None
         assert self.datamodule is not None
         is_fit = phase is Phase.TRAINING
         if is_fit:
-            self._options.require_length()
+            options.require_length()
         self._trained = None if is_fit else self._trained
         self._run = Run(
             phase,
-            self._options,
-            self.plugins,
+            options,
+            plugins,
             self.roots,
             self.model,
             self.datamodule,
