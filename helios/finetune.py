@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.export import networks_of, select_weights
+from helios.checkpoint.frozen import require_whole
 from helios.core.memory import storage_of
 from helios.core.sharded_tensors import RowShare, is_sharded, value_of
 from helios.core.wrappers import bare_state_dict
@@ -447,6 +448,7 @@ def _open_checkpoint(
     types = module.types_for_safe_load() if isinstance(module, Model) else []
     payload = loading.load(path, types, maps=True, share=share).payload
     state = payload[file_names.KEY_MODEL]
+    require_whole(state, path)
     networks = networks_of(state)
     if not isinstance(module, Model):
         groups = state if networks is None else networks

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helios.checkpoint.frozen import complete, references_of
 from helios.checkpoint.record import Record
 from helios.checkpoint.sharded_rows import refer_to_sharded
 from helios.core import rng
@@ -40,6 +41,8 @@ def capture(parts: RunParts) -> Record:
     run, source = parts.run, parts.training_source
     with parts.model.discovery.keeping_names():
         model = parts.model.state_dict()
+        if parts.frozen is not None:
+            model = parts.frozen.leave_out(model)
         plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
         engine = _state_of_engine(parts.engine)
         own = {"model": model, "engine": engine}
@@ -122,6 +125,8 @@ def apply(record: Record, parts: RunParts, *, state: TrainingState, cursor: Curs
     if record.loss_means is not None:
         parts.loss_means.restore(record.loss_means, state, parts.replicas.local_replicas)
     parts.training_source.load_state_dict(record.data["state"])
+    if parts.frozen is not None:
+        parts.frozen.keep(references_of(record.model))
     apply_trained(Trained.of(record), parts, is_inference=False)
 
 
@@ -183,6 +188,7 @@ def apply_trained(trained: Trained, parts: RunParts, *, is_inference: bool) -> N
     Raises:
         StateError: if an object refuses its state.
     """
+    trained = dataclasses.replace(trained, model=complete(trained.model, parts.model))
     if not is_inference:
         # One that a model of helios-ml made of its own has no such form.
         is_captured = _is_discovered(parts.model) and "objects" in trained.model

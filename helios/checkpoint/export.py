@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from helios.checkpoint import file_names
+from helios.checkpoint.frozen import require_whole
 from helios.core.sharded_tensors import is_deferred, value_of
 from helios.core.wrappers import clean_names
 from helios.errors import ArgumentError, CheckpointError
@@ -81,6 +82,7 @@ def select_weights(
         CheckpointError: if there are no weights in it.
     """
     state = tree[file_names.KEY_MODEL]
+    require_whole(state, "The checkpoint")
     networks = networks_of(state)
     if networks is None:
         weights = _select_from_own_state(state, network=network, average=average)

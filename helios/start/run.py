@@ -19,6 +19,7 @@ import torch
 
 from helios.checkpoint import file_names
 from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
+from helios.checkpoint.frozen import references_of
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.core.registry import update_all_registries
@@ -516,7 +517,8 @@ class Run:
     def restore(self, trained: Trained) -> None:
         """Set everything up, with the results of a call that has ended."""
         is_inference = self.phase is not Phase.TRAINING
-        self.set_up(is_inference=is_inference, is_resumed=True)
+        makes_base = references_of(trained.model) is not None
+        self.set_up(is_inference=is_inference, is_resumed=True, makes_base=makes_base)
         self.find_owners(self.open_saved_source(trained))
         parts = self.make_inference_parts()
         self.begin(parts)
@@ -625,12 +627,15 @@ class Run:
         if self.phase is Phase.TRAINING:
             self.fresh = read_fresh(self.model, self.datamodule, self.owners.parts)
 
-    def set_up(self, *, is_inference: bool, is_resumed: bool = False) -> None:
+    def set_up(
+        self, *, is_inference: bool, is_resumed: bool = False, makes_base: bool = False
+    ) -> None:
         """Set up everything.
 
         Args:
             is_inference: whether the run does not train.
             is_resumed: whether the state of a checkpoint replaces what is set up.
+            makes_base: whether that refers to weights that each start makes.
         """
         self.set_up_others()
         run = self.options
@@ -641,7 +646,10 @@ class Run:
             # A trainer and its model know each other, so a run that was dropped keeps its memory.
             gc.collect()
         context = SetupContext(
-            self.model, run.limits, self._open_trained_source, is_loaded_next=is_resumed
+            self.model,
+            run.limits,
+            self._open_trained_source,
+            is_loaded_next=is_resumed and not makes_base,
         )
         with context.given():
             again = build_networks(self.model, self.engine, run, is_inference=is_inference)
@@ -651,7 +659,7 @@ class Run:
         check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
-        if is_resumed or run.can_save:
+        if not makes_base and (is_resumed or run.can_save):
             context.check_loads()
         note_own_log(self.model)
         self.renew_hooks()
