@@ -70,7 +70,8 @@ class LoadedWeights:
         """Return a line for each kind of names that there is."""
         if self.is_left_to_checkpoint:
             return "left to the checkpoint"
-        shapes = [f"{x}: {old} in the file, {new} here" for x, (old, new) in self._shapes()]
+        pairs = self.mismatched.items()
+        shapes = [f"{name}: {old} in the file, {new} here" for name, (old, new) in pairs]
         parts = {
             "loaded": [str(len(self.loaded))],
             "missing in the file": self.missing,
@@ -79,9 +80,6 @@ class LoadedWeights:
             "skipped": self.skipped,
         }
         return "; ".join(f"{what}: {_some(names)}" for what, names in parts.items() if names)
-
-    def _shapes(self) -> Iterable[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
-        return self.mismatched.items()
 
 
 def _some(names: Sequence[str]) -> str:

@@ -512,3 +512,63 @@ def test_a_run_without_checkpoints_may_make_anything_of_its_weights(
     trained: tuple[Path, dict[str, Tensor]],
 ) -> None:
     make_trainer(max_epochs=1).fit(Tuned(trained[0], _note_norm), Data())
+
+
+class Student(Distilled):
+    """Its teacher is read at every start, and made before its own weights are loaded once."""
+
+    copies_student = False
+
+    def setup(self, fast_init: bool = False) -> None:
+        Net.setup(self, fast_init)
+        self.teacher = nn.Linear(4, 1)
+        helios.load_weights(self.source, self.teacher, every_start=True)
+        helios.load_weights(self.source, self.head)
+        if self.copies_student:
+            self.teacher.load_state_dict(self.head.state_dict())
+
+
+class Copying(Student):
+    copies_student = True
+
+
+def test_an_unsaved_network_may_be_made_before_but_not_of_loaded_weights(
+    trained: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    for epochs in (1, 2):
+        make_trainer(tmp_path / "runs", max_epochs=epochs).fit(Student(trained[0]), Data())
+    with pytest.raises(UsageError, match="makes teacher after that"):
+        make_trainer(tmp_path / "other").fit(Copying(trained[0]), Data())
+
+
+class Still(Net):
+    """Does not move, so that it ends with what it has loaded."""
+
+    def __init__(self, source: Path | None) -> None:
+        super().__init__("first" if source is None else "second")
+        self.source = source
+
+    unsaved = ("report", "change", "source")
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.body, self.head = nn.Sequential(nn.Linear(1, 4), nn.ReLU()), nn.Linear(4, 1)
+        if self.source is not None:
+            helios.load_weights(self.source, self)
+        networks = [*self.body.parameters(), *self.head.parameters()]
+        self.optimizer = torch.optim.SGD(networks, lr=0.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("write", [as_checkpoint, as_safetensors])
+@pytest.mark.parametrize("init", ["setup", "keyed"])
+def test_sharded_models_load_and_are_loaded(tmp_path: Path, init: str, write: Any) -> None:
+    options: dict[str, Any] = {"sharding": "full", "nproc": 2, "max_epochs": 1}
+    first = Still(None)
+    make_trainer(tmp_path / "runs", random_seed=5, **options).fit(first, Data())
+    path = helios.find_last_checkpoint(tmp_path / "runs" / "first")
+    assert path is not None
+    assert path.suffix == ".ckpt"
+    weights = {name: part.clone() for name, part in state_of(first).items()}
+    second = Still(write(path, weights, tmp_path))
+    make_trainer(tmp_path / "runs", init=init, **options).fit(second, Data())
+    assert fingerprint(dict(state_of(second))) == fingerprint(dict(weights))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from helios.core import rng
+from helios.core.utils import version_of
 from helios.data.horizon import count_steps, count_steps_per_epoch
 from helios.data.source import Source
 from helios.errors import UsageError
@@ -22,11 +23,14 @@ from helios.state.values import children_of, each_in, is_dense
 from helios.storage.checksums import array_sum, tensor_sum
 
 _Mark: TypeAlias = tuple[str, tuple[int, ...], int]
-"""Type, shape and checksum of a tensor or an array, on whatever device."""
+"""Type, shape and checksum of a tensor or an array; of a parameter, its version and identity."""
 
 
 def _mark(value: object) -> _Mark | None:
-    """Return the mark of a tensor or an array; ``None`` for anything else."""
+    """Return the mark of a tensor or an array, on any device; ``None`` for anything else."""
+    if isinstance(value, nn.Parameter):
+        # Of these, there may be more than anybody wants to read.
+        return "parameter", (version_of(value),), id(value)
     if isinstance(value, Tensor) and is_dense(value) and not value.is_meta:
         return str(value.dtype), tuple(value.shape), tensor_sum(value.detach().cpu())
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -122,7 +126,7 @@ class SetupContext:
             elif has_loaded and is_odd(Network(network)):
                 yield f"{path}, whose class has a state_dict of its own,"
         discovery.look_at_values()
-        trained = (*discovery.optimizers(), *discovery.schedulers())
+        trained = tuple(f"{x}." for x in (*discovery.optimizers(), *discovery.schedulers()))
         for name, value in discovery.pop_values().items():
             mark = _mark(value)
             if mark and mark not in self._known and not name.startswith(trained):
