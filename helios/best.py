@@ -7,9 +7,9 @@ finite one as the validation computed it, the earlier one at a tie; NaN and infi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from helios.errors import ArgumentError
 from helios.text import number_text, with_step
@@ -18,35 +18,12 @@ Mode: TypeAlias = Literal["min", "max"]
 Item = TypeVar("Item")
 
 
-class Scores(Mapping[str, float]):
-    """The scores of an evaluation that are single numbers, by name; always true, even if empty.
-
-    Args:
-        scores: the numbers, in the order of the model's table.
-    """
-
-    def __init__(self, scores: Mapping[str, float]) -> None:
-        self._scores = dict(scores)
-
-    def __getitem__(self, name: str) -> float:
-        return self._scores[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._scores)
-
-    def __len__(self) -> int:
-        return len(self._scores)
+class Scores(dict[str, float]):
+    """The scores of an evaluation that are single numbers, by name; always true, even if empty."""
 
     def __bool__(self) -> bool:
         """Return True: ``assert trainer.test(...)`` holds, as in helios-ml."""
         return True
-
-    def __repr__(self) -> str:
-        return f"Scores({self._scores})"
-
-
-NO_MODE = cast(Mode, None)
-"""Stands for a mode that was not passed, which :func:`check_mode` refuses."""
 
 
 def is_better(score: float, than: float | None, mode: Mode) -> bool:
@@ -63,26 +40,21 @@ def rank_by_score(scored: Iterable[tuple[float, Item]], mode: Mode) -> list[Item
     return [item for _, item in sorted(finite, key=lambda pair: sign * pair[0])]
 
 
-def check_mode(mode: object, owner: str, call: str) -> None:
+def check_mode(mode: object, owner: str) -> None:
     """Check whether small or large scores are good: there is no default.
 
     Args:
-        mode: what was passed; ``None`` for nothing.
+        mode: what was passed.
         owner: what was called, for the message.
-        call: that call as code, with ``{}`` in the place of the mode.
 
     Raises:
-        ArgumentError: with the two lines to choose from.
+        ArgumentError: for anything but the two modes.
     """
-    if mode in ("min", "max"):
-        return
-    found = "none" if mode is None else repr(mode)
-    low, high = call.replace("{}", '"min"'), call.replace("{}", '"max"')
-    raise ArgumentError(
-        f'{owner}(mode=...) must be "min" or "max", got {found}. It has no default; pass one of:\n'
-        f"  {low}  # if small scores are good\n"
-        f"  {high}  # if large scores are good"
-    )
+    if mode not in ("min", "max"):
+        raise ArgumentError(
+            f'{owner}(mode=...) must be "min" if small scores are good, or "max" if large ones '
+            f"are, got {mode!r}."
+        )
 
 
 @dataclass(frozen=True)
@@ -148,17 +120,8 @@ class BestValidation:
     def from_plain(cls, plain: Any) -> BestValidation | None:
         """Return what :meth:`as_plain` returned; ``None`` for anything else."""
         try:
-            scores = {str(name): float(score) for name, score in plain["scores"].items()}
-            metric, mode = _read_rule(plain)
-            step = plain.get("step")
-            return cls(
-                metric,
-                mode,
-                iteration=int(plain["iteration"]),
-                scores=scores,
-                since=int(plain.get("since", 0)),
-                step=None if step is None else int(step),
-            )
+            scores = {name: float(score) for name, score in plain["scores"].items()}
+            return cls(**plain | {"scores": scores})
         except (LookupError, TypeError, ValueError, AttributeError):
             return None
 
@@ -186,15 +149,6 @@ class BestValidation:
         if self.metric is None:
             return dict(self.scores)
         return {self.metric: self.scores[self.metric]}
-
-
-def _read_rule(plain: Mapping[str, Any]) -> tuple[str | None, Mode | None]:
-    metric, mode = plain["metric"], plain["mode"]
-    if metric is None and mode is None:
-        return None, None
-    if isinstance(metric, str) and mode in ("min", "max"):
-        return metric, mode
-    raise ValueError(f"no rule: {metric!r}, {mode!r}")
 
 
 @dataclass
@@ -237,14 +191,8 @@ class BestSoFar:
         if self.rule is None or not self.validations:
             return None
         first = self.validations[0]
-        return BestValidation(
-            self.rule.metric,
-            self.rule.mode,
-            first.iteration,
-            first.scores,
-            self.since,
-            first.step,
-        )
+        metric, mode = self.rule.metric, self.rule.mode
+        return BestValidation(metric, mode, **vars(first), since=self.since)
 
     def as_plain(self) -> dict[str, Any]:
         """Return the content as plain values."""

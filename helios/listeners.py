@@ -7,13 +7,12 @@ says for each call in which thread and on which ranks it comes, and what an erro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from helios.counters import TrainingState
-from helios.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,12 +153,6 @@ class Listeners:
         self.training_started = find("training_started")
         self.epoch_opened = find("epoch_opened")
         self.batches_fetched = find("batches_fetched")
-        if len(self.batches_fetched) > 1:
-            names = " and ".join(type(each).__name__ for each in known)
-            raise UsageError(
-                f"Only one listener may have batches_fetched, got {names}: what it returns travels "
-                "with the losses. Let one of them do both."
-            )
         self.iteration_ended = find("iteration_ended")
         self.evaluated = find("evaluated")
         self.paused = find("paused")
@@ -176,7 +169,6 @@ class Validated:
         state: the counters, after the validation was counted.
         has_improved: whether ``have_metrics_improved`` returned True.
         best: the best validation so far, which may be this one; ``None`` if there is none.
-        by_hand: names of scores that were not summed over processes by Helios.
         losses: the mean training losses since the validation before, by name.
     """
 
@@ -184,7 +176,6 @@ class Validated:
     state: TrainingState
     has_improved: bool
     best: BestValidation | None
-    by_hand: Collection[str]
     losses: Mapping[str, float]
 
 

@@ -20,10 +20,9 @@ from helios.counters import Phase
 from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.findings import Findings
-from helios.hooks.bus import Bus
+from helios.hooks.bus import Bus, check_overrides, check_state_methods
 from helios.hooks.context import Context
 from helios.hooks.events import EVENTS, Receiver
-from helios.hooks.overrides import check_overrides, check_state_methods
 from helios.listeners import Iteration, IterationListener, Listeners, RunListener
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers

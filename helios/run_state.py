@@ -63,7 +63,6 @@ class RunState:
         is_sanity_check: whether a sanity check runs, which must have no side effects.
         is_repeating: whether a step is computed a second time, which must leave no trace.
         best: the best validations so far.
-        summed_scores: the scores of the last evaluation that are those of all processes.
         batches: the pass over the training data; ``None`` outside one.
         num_skipped_batches: batches of the epoch before the cursor that were skipped.
         batch: the current batch.
@@ -92,7 +91,6 @@ class RunState:
     is_sanity_check: bool = False
     is_repeating: bool = False
     best: BestSoFar = field(default_factory=BestSoFar)
-    summed_scores: dict[str, Any] = field(default_factory=dict)
     batches: BatchIterator | None = None
     num_skipped_batches: int = 0
     batch: Any = None

@@ -34,13 +34,11 @@ from helios.start.objects import (
     Roots,
     check_subjects,
 )
-from helios.start.options import NO_LENGTH, Options
-from helios.start.replay import find_replay
-from helios.start.replay_range import ReplayOptions
+from helios.start.options import NO_LENGTH, Options, with_known_arguments
+from helios.start.replay import ReplayOptions, find_replay
 from helios.start.run import Run, only_call
 from helios.start.signals import Signals, find_swallowed, raise_interrupted
 from helios.start.trained_model import TrainedModel
-from helios.start.unknown_arguments import with_known_arguments
 
 if TYPE_CHECKING:
     from helios.find_lr import LearningRates

@@ -1,10 +1,11 @@
 """Train on digits undisturbed and again with kills, and compare both runs bit for bit.
 
-The training is the one of ``train_digits.py``. Here a plugin also writes each loss, the numbers of
-the samples and a digest of the augmented images to a file, at every turn of a replica; what a kill
-has undone is therefore written twice, and must be the same twice. With ``--processes`` the run has
-four replicas, and each start another number of processes. At the end the ledgers of both runs are
-compared, and that of a third run, in whose data two images are exchanged.
+The model and the data are those of ``docs/examples/digits.py``. Here a plugin also writes each
+loss, the numbers of the samples and a digest of the augmented images to a file, at every turn of a
+replica; what a kill has undone is therefore written twice, and must be the same twice. With
+``--processes`` the run has four replicas, and each start another number of processes. At the end
+the ledgers of both runs are compared, and that of a third run, in whose data two images are
+exchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import train_digits
 
 import helios
 from helios.cli import commands
@@ -37,12 +37,14 @@ from helios.plugins import Plugin
 from helios.state import Phase, TrainingState
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "examples")]
 
-from tests.support.started import interrupt_at_signals, started  # noqa: E402 (by the line above)
+import digits  # noqa: E402 (found by the line above)
+
+from tests.support.started import interrupt_at_signals, started  # noqa: E402 (by the same line)
 
 RECORD, RESULT, CONSOLE = "record", "result.json", "console.txt"
-LAST = train_digits.EPOCHS * train_digits.STEPS_PER_EPOCH
+LAST = digits.EPOCHS * digits.STEPS_PER_EPOCH
 POLL_SECONDS, WORD_SECONDS = 0.002, 30.0
 # Four ranks have taken 240 s to start where 80 other threads wanted two processors.
 PATIENCE_SECONDS = 900.0
@@ -81,11 +83,11 @@ class OneEpoch(Plugin):
 
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
         """Request the end."""
-        if state.global_step + committed == train_digits.STEPS_PER_EPOCH:
+        if state.global_step + committed == digits.STEPS_PER_EPOCH:
             self.context.request_stop("one epoch is enough")
 
 
-class ExchangedDigits(train_digits.DigitsData):
+class ExchangedDigits(digits.DigitsData):
     """The digits with two images of the training set exchanged."""
 
     def load(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,14 +104,32 @@ def run_training(
 ) -> int:
     """Train: the command that is killed and started again."""
     torch.set_num_threads(1)
-    model = train_digits.DigitsModel("digits")
+    model = digits.DigitsModel("digits")
     plugins: list[Plugin] = [Record(folder)]
     data = None
     if is_exchanged:
         data = ExchangedDigits(num_replicas)
         plugins.append(OneEpoch("one-epoch"))
-    trainer = train_digits.train(folder, model, num_replicas, data, nproc=nproc, plugins=plugins)
-    accuracy = float(model.test_scores["accuracy"])
+    trainer = helios.Trainer(
+        "digits",
+        max_steps=LAST,
+        valid_frequency=digits.STEPS_PER_EPOCH,
+        chkpt_root=folder,
+        chkpt_frequency=7,
+        store=helios.CheckpointStore(keep_last=3),
+        use_cpu=True,
+        enable_tensorboard=True,
+        run_path=folder,
+        print_frequency=5,
+        enable_progress_bar=True,
+        num_replicas=num_replicas,
+        nproc=nproc,
+        plugins=plugins,
+    )
+    data = data or digits.DigitsData(num_replicas)
+    trainer.fit(model, data)
+    accuracy = trainer.test(model, data)["accuracy"]
+    print(f"Test accuracy: {accuracy:.2%}")
     (folder / RESULT).write_text(json.dumps({"accuracy": accuracy}))
     return trainer.exit_code
 
@@ -260,7 +280,7 @@ class Run:
                 continue
             written, said = max(written, self._last_write()), now
             idle = now - written
-            last = train_digits.STEPS_PER_EPOCH if self.is_exchanged else LAST
+            last = digits.STEPS_PER_EPOCH if self.is_exchanged else LAST
             where = f"{what}, at iteration {self._reached()} of {last}"
             if idle > PATIENCE_SECONDS:
                 raise SystemExit(

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts import event_page  # noqa: E402 (found by the line above)
+from scripts.site import event_page  # noqa: E402 (found by the line above)
 from tests import codebase  # noqa: E402
 from tests.cli import helps  # noqa: E402
 from tests.support import (  # noqa: E402

@@ -69,7 +69,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/core/test_rng.py",
             "tests/data/test_keyed.py",
         ),
-        "helios.data.keyed": (
+        "helios.data.loader": (
             "tests/data/test_keyed.py",
             "tests/data/test_source.py",
             "tests/data/test_loader.py",
@@ -124,8 +124,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/ledger/test_writer.py",
             "tests/ledger/test_runs.py",
         ),
-        "helios.ledger.writer": ("tests/ledger/test_writer.py", "tests/ledger/test_runs.py"),
-        "helios.ledger.weight_digests": (
+        "helios.ledger.writer": (
             "tests/ledger/test_weight_digests.py",
             "tests/ledger/test_writer.py",
             "tests/ledger/test_runs.py",

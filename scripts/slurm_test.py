@@ -1,7 +1,7 @@
 """Start, interrupt, requeue and kill trainings on a real SLURM, and compare all bits.
 
 A controller and two nodes run on this machine, in a temporary folder. The jobs are those of
-docs/recipes/clusters.md, with fewer tasks; they train on the digits of scripts/train_cluster.py.
+docs/recipes/clusters.md, with fewer tasks; they train on the digits of docs/examples/cluster.py.
 Each run must end with the ledger and the weights of an undisturbed one, which a single process has
 made without SLURM. Debian's packages slurm-wlm and munge must be installed.
 """
@@ -30,7 +30,7 @@ from tests.support.slurm_cluster import Cluster, ClusterError, missing, wait_unt
 from tests.support.started import interrupt_at_signals  # noqa: E402
 
 PAGE = ROOT / "docs" / "recipes" / "clusters.md"
-SCRIPT = ROOT / "scripts" / "train_cluster.py"
+SCRIPT = ROOT / "docs" / "examples" / "cluster.py"
 SECONDS = 300
 # Less than what the page asks for: four tasks instead of eight, and room for two jobs at once.
 LESS = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")

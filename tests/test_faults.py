@@ -1,4 +1,4 @@
-"""scripts/faults: each fault can be planted, and reaches every process of its test."""
+"""scripts/faults.py: each fault can be planted, and reaches every process of its test."""
 
 from __future__ import annotations
 

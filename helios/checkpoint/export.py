@@ -6,7 +6,7 @@ counters and random number generators are not exported.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,23 +104,6 @@ def select_weights(
     if not weights.tensors:
         raise CheckpointError("The checkpoint holds no weights: its model has no network.")
     return weights
-
-
-def find_network_tensors(tree: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
-    """Return tensors of networks by name, which begins with the path of the network.
-
-    Args:
-        tree: as in :func:`select_weights`.
-        names: which ones; those that are not there are left out.
-
-    Raises:
-        DamagedCheckpointError: if their bytes are not those that were written.
-    """
-    networks = networks_of(tree[file_names.KEY_MODEL]) or {}
-    named = {
-        f"{path}.{key}": part for path, state in networks.items() for key, part in state.items()
-    }
-    return {name: value_of(named[name]) for name in names if isinstance(named.get(name), Tensor)}
 
 
 def networks_of(state: Any) -> dict[str, Mapping[str, Any]] | None:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from helios.best import NO_MODE, BestRule, Mode, check_mode
+from helios.best import BestRule, Mode, check_mode
 from helios.errors import ArgumentError, UsageError
 
 _ON_SAVE_ERROR = ("continue", "raise")
@@ -38,7 +38,7 @@ class KeepBest:
 
     count: int
     metric: str
-    mode: Mode = NO_MODE
+    mode: Mode
 
     def __post_init__(self) -> None:
         if not _is_count(self.count):
@@ -46,7 +46,7 @@ class KeepBest:
         if not isinstance(self.metric, str) or not self.metric:
             remedy = "Pass a name that valid_step returns."
             raise _fail("KeepBest", "metric", "the name of a score", self.metric, remedy)
-        check_mode(self.mode, "KeepBest", f'KeepBest({self.count}, "{self.metric}", mode={{}})')
+        check_mode(self.mode, "KeepBest")
 
     @property
     def rule(self) -> BestRule:

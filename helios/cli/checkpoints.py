@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ from helios.checkpoint.status import (
 )
 from helios.cli import output
 from helios.cli.output import Answer
-from helios.core.stored_values import list_values, stored_params
 from helios.errors import ArgumentError, CheckpointError, LedgerError
 from helios.ledger.book import FILE_NAME
-from helios.ledger.run_facts import read_run
+from helios.ledger.run_file import read_run
 from helios.ledger.verification import LedgerStatus, verify
 from helios.storage.local_paths import as_local_path
 from helios.text import count_text, number_text, size_text, with_step
@@ -121,7 +119,7 @@ def _describe_status(status: Status) -> dict[str, Any]:
 
 def _show_folder(folder: FolderStatus, document: dict[str, Any]) -> Iterator[str]:
     yield str(folder.path)
-    params = list_values(document["params"])
+    params = output.value_text(document["params"])
     yield from output.facts({"starts": document["starts"], "params": params})
     yield from output.table(_LIST_COLUMNS, [_file_row(status, folder) for status in folder.files])
     ranking = rank_files(folder.files)
@@ -169,7 +167,7 @@ def _params(folder: FolderStatus) -> dict[str, Any]:
     """Return what the newest checkpoint says that the run is declared with."""
     sidecars = [each.sidecar for each in folder.files if each.sidecar is not None]
     newest = max(sidecars, key=lambda each: (each.epoch, each.iteration), default=None)
-    return {} if newest is None else stored_params(newest.options)
+    return {} if newest is None else newest.options.get("params", {})
 
 
 def inspect_checkpoint(namespace: argparse.Namespace) -> Answer:
@@ -230,7 +228,7 @@ def verify_all(namespace: argparse.Namespace) -> Answer:
     checksums of their containers if there is no digest. Folders are searched
     recursively, except for files that were put aside: damaged files, and folders
     named before-*. Every line of a ledger must follow from the one before it, and
-    every checkpoint must belong to it and have the scores and buffers that the run
+    every checkpoint must belong to it, with the digest and the scores that the run
     has recorded.
 
     Exit code 0: all are good. 1: at least one is not. 2: wrong usage, or a folder
@@ -280,25 +278,11 @@ def _verify_ledger(path: Path, files: Sequence[Status] = ()) -> LedgerStatus:
     if not path.is_file():
         return LedgerStatus(path, findings=["is missing"])
     sidecars = {part.path.name: part.sidecar for part in files if part.sidecar is not None}
-    hash_buffers = partial(_hash_buffers, path.parent)
     try:
         with output.progress(path.name, unit=" lines") as bar:
-            return verify(path, sidecars, hash_buffers=hash_buffers, watch=lambda _: bar.update())
+            return verify(path, sidecars, watch=lambda _: bar.update())
     except LedgerError as error:
         return LedgerStatus(path, findings=[str(error)])
-
-
-def _hash_buffers(folder: Path, name: str, buffers: Collection[str]) -> dict[str, str | None]:
-    """Return the hashes of buffers in a checkpoint; of one that is damaged there are none."""
-    if not buffers:
-        return {}
-    # What reads text only starts without PyTorch.
-    from helios.checkpoint.export import find_network_tensors
-    from helios.ledger.weight_digests import hash_buffer
-
-    status, tree = look_into(folder / name)
-    found = find_network_tensors(tree, buffers) if status.is_good else {}
-    return {key: hash_buffer(part) for key, part in found.items()}
 
 
 def _show_verified(status: Status) -> str:
@@ -316,8 +300,7 @@ def _show_ledger(found: LedgerStatus) -> list[str]:
     return [
         f"good        {found.path} (iterations {begin + 1} to {begin + found.num_iterations}, hash "
         f"{found.hash}; the run has {'' if found.has_ended else 'not '}ended; "
-        f"equal: {count_text(found.num_scored, 'validation')}, "
-        f"{count_text(found.num_buffers, 'buffer')})"
+        f"equal: {count_text(found.num_scored, 'validation')})"
     ]
 
 

@@ -19,10 +19,10 @@ from helios.cli import output
 from helios.cli.output import Answer, value_text
 from helios.errors import HeliosError, UsageError
 from helios.ledger.compare import Difference, LineComparison, diff
-from helios.ledger.run_facts import find_run, read_run
+from helios.ledger.run_file import find_run, read_run
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
-from helios.text import count_text, number_text, with_step
+from helios.text import count_text, number_text
 
 if TYPE_CHECKING:
     from helios.checkpoint.comparison import CheckpointDifference
@@ -69,7 +69,7 @@ def _show_difference(found: Difference) -> Iterator[str]:
     if not found.has_same_definition:
         yield _OTHER_DEFINITION
     if found.iteration is None:
-        end = with_step(found.num_equal, found.steps.get("num_equal"))
+        end = found.num_equal
         first, second = found.lengths
         if found.is_equal:
             yield f"equal: iterations {found.begins_after + 1} to {end}"
@@ -95,8 +95,7 @@ def _show_comparison(found: LineComparison) -> Iterator[str]:
 def _show_first_difference(found: LineComparison) -> Iterator[str]:
     """Yield the first iteration that differs, and in what."""
     begin = "they differ at the latest" if found.may_begin_earlier else "different"
-    place = with_step(found.iteration or 0, found.steps.get("iteration"))
-    yield f"{begin} from iteration {place} on, first in: {found.what[0]}"
+    yield f"{begin} from iteration {found.iteration} on, first in: {found.what[0]}"
     if found.what[1:]:
         yield f"then in: {', '.join(found.what[1:])}"
     yield from _show_pairs(found.details)
@@ -124,8 +123,7 @@ def replay_script(namespace: argparse.Namespace) -> Answer:
     run cannot be repeated.
     """
     # Only this command needs what trains.
-    from helios.start.replay import ReplayRequest
-    from helios.start.replay_range import ReplayOptions
+    from helios.start.replay import ReplayOptions, ReplayRequest
 
     options = ReplayOptions(namespace.start, namespace.stop, namespace.nproc, has_bars=True)
     request = ReplayRequest(options, namespace.save_name)
@@ -150,8 +148,7 @@ def _show_replay(found: Replay) -> Iterator[str]:
         yield _OTHER_DEFINITION
     if found.is_equal:
         end = ", with the end of the run" if found.has_ended else ""
-        last = with_step(found.num_equal, found.steps.get("num_equal"))
-        yield f"equal: iterations {found.begins_after + 1} to {last}{end}"
+        yield f"equal: iterations {found.begins_after + 1} to {found.num_equal}{end}"
         yield from _show_comparison(found)
     else:
         yield from _show_first_difference(found)
@@ -208,9 +205,9 @@ def _run_script(namespace: argparse.Namespace) -> str:
 def write_report(namespace: argparse.Namespace) -> Answer:
     """Write an HTML page about a run.
 
-    It shows losses, scores with the best one marked, learning rates, throughput,
-    starts, and what the run was started with. The page needs no network, no script
-    and no other file.
+    It shows losses, scores with the best one marked, learning rates, starts, and
+    what the run was started with. The page needs no network, no script and no other
+    file.
 
     Exit code 0: the file is written. 2: wrong usage, or the run has no files.
     """

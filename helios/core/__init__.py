@@ -3,14 +3,31 @@
 Nothing in this package depends on a model, a data set or a loop.
 """
 
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from helios.core.exports import *
-else:
-    from helios.deferred import defer
+from helios.core import cuda, rng
+from helios.core.registry import Registry, update_all_registries
+from helios.core.utils import (
+    AverageTimer,
+    ChdirContext,
+    convert_to_list,
+    get_env_info_str,
+    get_from_optional,
+    safe_torch_load,
+)
 
-    __getattr__, __dir__ = defer(__name__)
+if TYPE_CHECKING:
+    from helios.core import distributed, logging
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import the published paths of modules that import this package themselves."""
+        if name in ("distributed", "logging"):
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AverageTimer",

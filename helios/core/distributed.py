@@ -1,49 +1,47 @@
 """Published import path of the functions of :mod:`helios.distributed`."""
 
 from helios.distributed.collectives import (
-    all_reduce_tensors,
-    describe_rank,
-    gather_into_tensor,
-    get_dist_info,
-    get_global_rank,
-    get_local_rank,
-    get_local_world_size,
-    get_world_size,
-    global_print,
-    init_dist,
-    is_using_torchrun,
-    local_print,
-    safe_barrier,
-    shutdown_dist,
+    all_reduce_tensors as all_reduce_tensors,
+)
+from helios.distributed.collectives import (
+    gather_into_tensor as gather_into_tensor,
+)
+from helios.distributed.collectives import (
+    get_dist_info as get_dist_info,
+)
+from helios.distributed.collectives import (
+    get_global_rank as get_global_rank,
+)
+from helios.distributed.collectives import (
+    get_local_rank as get_local_rank,
+)
+from helios.distributed.collectives import (
+    get_local_world_size as get_local_world_size,
+)
+from helios.distributed.collectives import (
+    get_world_size as get_world_size,
+)
+from helios.distributed.collectives import (
+    global_print as global_print,
+)
+from helios.distributed.collectives import (
+    init_dist as init_dist,
+)
+from helios.distributed.collectives import (
+    is_using_torchrun as is_using_torchrun,
+)
+from helios.distributed.collectives import (
+    local_print as local_print,
+)
+from helios.distributed.collectives import (
+    safe_barrier as safe_barrier,
+)
+from helios.distributed.collectives import (
+    shutdown_dist as shutdown_dist,
 )
 from helios.distributed.process_groups import (
-    DistributedInfo,
-    control_group,
-    has_failed,
-    is_dist_active,
-    join_group,
-    leave_group,
+    DistributedInfo as DistributedInfo,
 )
-
-__all__ = [
-    "DistributedInfo",
-    "all_reduce_tensors",
-    "control_group",
-    "describe_rank",
-    "gather_into_tensor",
-    "get_dist_info",
-    "get_global_rank",
-    "get_local_rank",
-    "get_local_world_size",
-    "get_world_size",
-    "global_print",
-    "has_failed",
-    "init_dist",
-    "is_dist_active",
-    "is_using_torchrun",
-    "join_group",
-    "leave_group",
-    "local_print",
-    "safe_barrier",
-    "shutdown_dist",
-]
+from helios.distributed.process_groups import (
+    is_dist_active as is_dist_active,
+)

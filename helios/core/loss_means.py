@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from helios.counters import TrainingState
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.errors import ArgumentError, UsageError
 from helios.listeners import Iteration, IterationListener
 from helios.text import with_step
 
@@ -50,8 +50,7 @@ class WeightedLoss:
             read, without its graph; on a GPU that waits for it.
 
     Raises:
-        ArgumentError: for a sum or a weight out of range.
-        ArgumentTypeError: for a sum that is not a tensor, or a weight that is not a number.
+        ArgumentError: for a weight out of range.
 
     Example:
         >>> loss = WeightedLoss(sum=torch.tensor(6.0), weight=torch.tensor(4))
@@ -63,41 +62,20 @@ class WeightedLoss:
     weight: float
 
     def __init__(self, sum: Tensor, weight: float | Tensor) -> None:  # noqa: A002
-        if not isinstance(sum, Tensor):
-            raise ArgumentTypeError(
-                f"WeightedLoss(sum=...) must be a scalar tensor, got {type(sum).__name__}. Pass "
-                'the sum of the losses, e.g. with reduction="sum".'
-            )
-        if sum.numel() != 1:
+        number = float(weight.detach() if isinstance(weight, Tensor) else weight)
+        if not 0 <= number < math.inf:
             raise ArgumentError(
-                "WeightedLoss(sum=...) must be a scalar tensor, got one of shape "
-                f"{tuple(sum.shape)}. Reduce it (loss.sum())."
+                "WeightedLoss(weight=...) must be a finite number of at least 0, got "
+                f"{weight!r}. Pass the number of parts that the sum is of, e.g. (labels != "
+                "-100).sum()."
             )
         object.__setattr__(self, "sum", sum)
-        object.__setattr__(self, "weight", _as_weight(weight))
+        object.__setattr__(self, "weight", number)
 
     @property
     def mean(self) -> Tensor:
         """The sum divided by the weight, detached; with the weight 0, the sum."""
         return self.sum.detach() / (self.weight or 1.0)
-
-
-def _as_weight(weight: Any) -> float:
-    weight = weight.detach() if isinstance(weight, Tensor) else weight
-    try:
-        number = math.nan if isinstance(weight, str | bool) else float(weight)
-    except (TypeError, ValueError, RuntimeError) as error:
-        shown = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise ArgumentTypeError(
-            f"WeightedLoss(weight=...) must be a number, or a tensor of one element, got {shown}. "
-            "Pass the number of parts, e.g. (labels != -100).sum()."
-        ) from error
-    if not 0 <= number < math.inf:
-        raise ArgumentError(
-            f"WeightedLoss(weight=...) must be a finite number of at least 0, got {weight!r}. "
-            "Pass the number of parts that the sum is of, e.g. (labels != -100).sum()."
-        )
-    return number
 
 
 class Viewer(enum.IntEnum):
@@ -173,8 +151,6 @@ class LossMeans(IterationListener):
         self._viewers: tuple[Viewer, ...] = ()
         self._losses: _Totals = {}
         self._beside: dict[int, _Totals] = {}
-        self._iteration = 0
-        self._seen = [0] * _NUM_VIEWERS
 
     def serve(self, viewers: Iterable[Viewer]) -> None:
         """Add up for these viewers from now on. The others get nothing."""
@@ -183,7 +159,6 @@ class LossMeans(IterationListener):
     def iteration_ended(self, iteration: Iteration) -> None:
         """Add the losses of an iteration; what is not a single number is left out."""
         self._state, weighted = iteration.state, iteration.weighted
-        self._iteration = iteration.state.global_iteration
         for name, number in iteration.losses.items():
             weight: float = 1
             if name in weighted and weighted[name][0] is number:
@@ -205,7 +180,7 @@ class LossMeans(IterationListener):
                 sums[viewer] += value
             # Neither is the difference of two infinities.
             if value - value != 0:
-                self._warn_of_nonfinite(name, value, self._iteration)
+                self._warn_of_nonfinite(name, value)
         if iteration.beside:
             self._add_beside(iteration.beside)
         if iteration.is_last:
@@ -254,7 +229,6 @@ class LossMeans(IterationListener):
         for totals in (self._losses, *self._beside.values()):
             for total in totals.values():
                 total.clear(viewer)
-        self._seen[viewer] = self._iteration
         by_replica = {
             replica: parts
             for part in ([own] if gather is None else gather(own))
@@ -268,27 +242,23 @@ class LossMeans(IterationListener):
         """Report what is not finite among the sums on an accelerator; waits for it."""
         for name, total in self._losses.items():
             if isinstance(total.sums, Tensor):
-                parts = total.read()
-                odd = [viewer for viewer in Viewer if not math.isfinite(parts[viewer])]
+                odd = [part for part in total.read() if not math.isfinite(part)]
                 if odd:
-                    newest = max(odd, key=self._seen.__getitem__)
-                    self._warn_of_nonfinite(name, parts[newest], self._seen[newest] + 1)
+                    self._warn_of_nonfinite(name, odd[0], when=" or earlier")
 
-    def _warn_of_nonfinite(self, name: str, value: float, first: int) -> None:
+    def _warn_of_nonfinite(self, name: str, value: float, *, when: str = "") -> None:
         """Warn of the first loss that is not finite, and note it for the summary.
 
         Args:
             name: its name.
             value: its value, or the sum of which it is a part.
-            first: the first iteration that it may be from; the last one is the current one.
+            when: said of the iteration.
         """
         if self.nonfinite:
             return
         state = self._state
         iteration = with_step(state.global_iteration, state.global_step)
-        place = f"epoch {state.global_epoch}, iteration {iteration}"
-        if first < state.global_iteration:
-            place = f"{place} or earlier, after iteration {first - 1}"
+        place = f"epoch {state.global_epoch}, iteration {iteration}{when}"
         self.nonfinite = f"{name} was {value} ({place})"
         _LOGGER.warning(
             "%s is %s in %s, and no warning follows for later ones. The plugin NaNGuard names the "
@@ -321,9 +291,7 @@ class LossMeans(IterationListener):
             state: the counters of the iteration that they end with.
             replicas: those of this process.
         """
-        self._state, self._iteration = state, state.global_iteration
-        # What is not finite in a sum that is continued may be from an earlier start.
-        self._seen = [0 if viewer in KEPT else self._iteration for viewer in Viewer]
+        self._state = state
         self._losses = _restore(sums["losses"])
         self._beside = {
             replica: _restore(part)

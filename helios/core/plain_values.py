@@ -1,4 +1,4 @@
-"""Values that users declare, or that attributes hold, as plain data that is stored and compared.
+"""Values that users declare, or that attributes hold, as plain data: stored, and compared.
 
 A table of them is flat: names with dots lead to what JSON can hold. A long value is stored as its
 length and a hash.
@@ -16,7 +16,7 @@ from enum import Enum
 from functools import partial
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -143,3 +143,43 @@ def _simplify(value: Any, is_declared: bool) -> Any:
     if table is None:
         raise TypeError(type(value))
     return table
+
+
+class Absent(Enum):
+    """The value of a name that only the other side has."""
+
+    ABSENT = "not set"
+
+    def __repr__(self) -> str:
+        return str(self.value)
+
+
+class ValueChange(NamedTuple):
+    """A name whose value differs; on the side that lacks it, it is :class:`Absent`."""
+
+    name: str
+    before: Any
+    after: Any
+
+    @property
+    def is_contradiction(self) -> bool:
+        """Whether both sides have the name."""
+        return Absent.ABSENT not in (self.before, self.after)
+
+
+def stored_params(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that a run has declared; empty if it has declared none.
+
+    Args:
+        table: the options of a checkpoint or of its sidecar.
+    """
+    return dict(table.get("params", {}))
+
+
+def compare_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[ValueChange]:
+    """Return the names whose values differ in two flat tables."""
+    names = dict.fromkeys([*before, *after])
+    absent = Absent.ABSENT
+    pairs = [ValueChange(name, before.get(name, absent), after.get(name, absent)) for name in names]
+    # NaN differs from itself, but not its text.
+    return [x for x in pairs if x.before != x.after and repr(x.before) != repr(x.after)]

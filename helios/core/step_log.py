@@ -62,7 +62,11 @@ class StepLog:
                 f"self.log({name!r}, ..., weight=...) must be {rule}, got {weight!r}. Pass how "
                 "many samples the value is the mean of."
             )
-        product = as_summand(value.reshape(()) if is_tensor else float(value)) * weight
+        if is_tensor and not (type(value) is Tensor and value.is_cpu):
+            product = as_summand(value.reshape(())) * weight
+        else:
+            # Operations on Python's floats are those of float64, and cost a tenth.
+            product = float(value.item() if is_tensor else value) * weight
         known = self.sums.get(name)
         self.sums[name] = (
             (product, weight) if known is None else (known[0] + product, known[1] + weight)

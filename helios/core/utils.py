@@ -13,11 +13,11 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.protocols import Clock
+from helios.errors import ArgumentTypeError, UsageError
 from helios.text import size_text
 from helios.version import __version__
 
@@ -34,8 +33,23 @@ if sys.version_info >= (3, 14):
     import annotationlib
 
 _Value = TypeVar("_Value")
+Clock: TypeAlias = Callable[[], float]
+"""A monotonic clock in seconds; an argument, so that tests need not sleep."""
 _STATUS = Path("/proc/self/status")
 _PEAK = re.compile(rb"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state can be saved and restored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as a dictionary."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore a state that :meth:`state_dict` returned."""
+        ...
 
 
 def get_from_optional(opt_var: _Value | None, raise_on_empty: bool = False) -> _Value:
@@ -92,17 +106,9 @@ class AverageTimer:
     Args:
         sliding_window: how many records the average covers.
         clock: returns the time in seconds.
-
-    Raises:
-        ArgumentError: if ``sliding_window`` is less than 1 (a ``ValueError``).
     """
 
     def __init__(self, sliding_window: int = 200, clock: Clock = time.perf_counter) -> None:
-        if sliding_window < 1:
-            raise ArgumentError(
-                f"AverageTimer(sliding_window=...) must be at least 1, got {sliding_window}. "
-                "Pass the number of records to average."
-            )
         self._clock = clock
         # Times of records, and of the first start, without the pauses before later starts.
         self._times = deque((clock(),), sliding_window + 1)
@@ -228,42 +234,20 @@ def read_signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def find_peak_memory() -> dict[str, int]:
-    """Return peaks in bytes, without waiting for a device.
+def peak_memory_text() -> str:
+    """Return the peak of the memory on the GPU, or else of this process; empty if it is unknown.
 
-    Returns:
-        ``vm_hwm`` of this process; where the system does not tell it, ``memory`` by ``ru_maxrss``,
-        which may be that of the process that has started this one; ``gpu_memory`` that PyTorch has
-        used on its current GPU, if it uses one.
+    It does not wait for a device.
     """
-    found = _find_process_peak()
     # After an error of the device, nothing may be known of it.
     with suppress(RuntimeError):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            found["gpu_memory"] = torch.cuda.max_memory_allocated()
-    return found
-
-
-def _find_process_peak() -> dict[str, int]:
+            return f"GPU peak {size_text(torch.cuda.max_memory_allocated())}"
     with suppress(OSError):
         line = _PEAK.search(_STATUS.read_bytes())
         if line is not None:
-            return {"vm_hwm": int(line[1]) * 1024}
-    if sys.platform == "win32":
-        return {}
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"memory": peak if sys.platform == "darwin" else peak * 1024}
-
-
-def peak_text(peaks: Mapping[str, int]) -> str:
-    """Return the peak on the GPU, or else that of the process; empty if neither is known."""
-    if "gpu_memory" in peaks:
-        return f"GPU peak {size_text(peaks['gpu_memory'])}"
-    if "vm_hwm" in peaks:
-        return f"peak {size_text(peaks['vm_hwm'])}"
-    return f"peak {size_text(peaks['memory'])} (ru_maxrss)" if "memory" in peaks else ""
+            return f"peak {size_text(int(line[1]) * 1024)}"
+    return ""
 
 
 def map_container(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -300,3 +284,29 @@ def version_of(tensor: Tensor) -> int:
 def memory_of(tensor: Tensor) -> StorageWeakRef:
     """Return what identifies the memory of a tensor; its views have the same."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+# PyTorch documents them under these names: https://docs.pytorch.org/docs/stable/torch.html
+_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "add": torch._foreach_add_,
+    "copy": torch._foreach_copy_,
+    "div": torch._foreach_div_,
+    "mul": torch._foreach_mul_,
+}
+
+
+def foreach(
+    operation: Literal["add", "copy", "div", "mul"],
+    tensors: Sequence[Tensor],
+    other: Sequence[Tensor] | Tensor | float,
+) -> None:
+    """Do to each tensor, in place, what its method of that name does with a trailing underscore.
+
+    Args:
+        operation: the name.
+        tensors: the tensors; there may be none.
+        other: the other operands, one for each tensor or for all.
+    """
+    if tensors:
+        with torch.no_grad():
+            _OPERATIONS[operation](tensors, other)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from typing import Any, cast, overload
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from helios.core.utils import parameters_of
-from helios.protocols import Stateful
+from helios.core.utils import Stateful, parameters_of
 
 COMPILED = "_orig_mod"
 """Where ``torch.compile`` keeps the module that it wraps."""
@@ -50,15 +49,7 @@ def _class_without_fsdp(kind: Any) -> type:
     return next(base for base in bases if not base.__module__.startswith(_FSDP))
 
 
-@overload
-def unwrap(value: nn.Module) -> nn.Module: ...
-
-
-@overload
-def unwrap(value: object) -> object: ...
-
-
-def unwrap(value: object) -> object:
+def unwrap(value: Any) -> Any:
     """Return the module inside all wrappers; anything else unchanged."""
     while isinstance(value, nn.Module) and (inner := inside(value)) is not None:
         value = inner
@@ -164,31 +155,6 @@ def clean_names(names: Collection[str]) -> dict[str, str]:
     if all(name.startswith(f"{_PARALLEL}.") for name in bare.values()):
         bare = {name: short.removeprefix(f"{_PARALLEL}.") for name, short in bare.items()}
     return bare if len(set(bare.values())) == len(bare) else {name: name for name in names}
-
-
-def match_names(stored: Collection[str], present: Collection[str]) -> dict[str, str]:
-    """Return the present name for each stored name that differs from it only by wrappers.
-
-    Args:
-        stored: names of a saved state, possibly with wrappers that are no longer used.
-        present: bare names of the present state.
-
-    Returns:
-        A name for each stored one: itself if it is present, or if no present name matches.
-
-    Example:
-        >>> match_names(["module.0.weight"], ["0.weight"])
-        {'module.0.weight': '0.weight'}
-    """
-    known = set(present)
-    free = [name for name in present if name not in set(stored)]
-    cores = {_without(name, (COMPILED, _PARALLEL)): name for name in free}
-    foreign = [name for name in stored if name not in known]
-    wanted = [_without(name, (COMPILED, _PARALLEL)) for name in foreign]
-    # Names that differ only by wrappers are ambiguous and match nothing.
-    is_clear = len(cores) == len(free) and len(set(wanted)) == len(wanted)
-    found = {name: cores.get(core, name) for name, core in zip(foreign, wanted, strict=True)}
-    return {name: found[name] if is_clear and name in found else name for name in stored}
 
 
 def _without(name: str, parts: Collection[str]) -> str:

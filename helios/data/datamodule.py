@@ -7,20 +7,16 @@ at the end. A data module also works without a trainer.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
-from typing_extensions import Unpack, final
+from typing_extensions import final
 
 from helios.data.loader import LoaderPair, build_loader
-from helios.data.params import DataLoaderParams, LoaderOptions
-from helios.data.plain_loader import take_apart
+from helios.data.params import DataLoaderParams
 from helios.data.steps import Steps
 from helios.errors import ArgumentError, ArgumentTypeError
 
@@ -73,9 +69,7 @@ Datasets: TypeAlias = Dataset | list[Dataset] | tuple[Dataset, ...] | Mapping[st
 TrainingLoader: TypeAlias = LoaderPair | tuple[Steps, None]
 """The training loader with its sampler; a ``Steps`` has none."""
 
-Assigned: TypeAlias = (
-    Dataset | DataLoader[Any] | Sequence[Dataset | DataLoader[Any]] | Mapping[str, Any] | None
-)
+Assigned: TypeAlias = Dataset | Sequence[Dataset] | Mapping[str, Dataset] | None
 """What ``setup`` may assign as the data of an evaluation."""
 
 LoaderPairs: TypeAlias = LoaderPair | list[LoaderPair] | dict[str, LoaderPair]
@@ -125,7 +119,7 @@ class DataModule(ABC):
         valid: Any = None,
         test: Any = None,
         predict: Any = None,
-        **params: Unpack[LoaderOptions],
+        **params: Any,
     ) -> DataModule:
         """Return a data module with these data sets.
 
@@ -136,12 +130,11 @@ class DataModule(ABC):
             predict: the data set for prediction, or a dict of several by name.
             **params: options of :class:`DataLoaderParams`. The order is that of the training data:
                 ``shuffle``, ``drop_last``, ``sampler`` and ``batch_sampler`` are not for the
-                others, which are read from beginning to end. A ``DataLoader`` in the place of a
-                data set keeps its own options.
+                others, which are read from beginning to end.
 
         Raises:
-            ArgumentError: if an option is invalid, or if there is no data that it is for.
-            ArgumentTypeError: for an unknown option, and for a ``DataLoader`` that is not plain.
+            ArgumentError: if an option is invalid.
+            ArgumentTypeError: for a ``DataLoader`` in the place of a data set.
 
         Example:
             >>> data = DataModule.from_datasets(train=range(8), valid=range(4), batch_size=2)
@@ -149,31 +142,20 @@ class DataModule(ABC):
             (4, [tensor([0, 1]), tensor([2, 3])])
         """
         given = {"train": train, "valid": valid, "test": test, "predict": predict}
-        _check_options("DataModule.from_datasets", params, given)
-        if all(dataset is None for dataset in given.values()):
-            raise ArgumentError(
-                "DataModule.from_datasets(...) must get at least one data set, got none. Pass "
-                "train=dataset."
-            )
-        without_effect = sorted(_OF_TRAINING & params.keys()) if train is None else []
-        if without_effect:
-            raise ArgumentError(
-                f"DataModule.from_datasets({without_effect[0]}=...) is for the training data, got "
-                "no train=... Leave it out."
-            )
+        # A name that is no option is a TypeError, also if no data needs options.
+        DataLoaderParams(**params)
         return _FromDatasets(given, params)
 
     @property
     def train_dataset(self) -> Any:
         """The data set for training, or ``None``.
 
-        What is assigned to it, and to the other data sets, is created by :meth:`create_dataset`, or
-        a plain ``torch.utils.data.DataLoader``, which is read for its data set and options.
+        What is assigned to it, and to the other data sets, is created by :meth:`create_dataset`.
         """
         return _dataset_of(self._train_dataset)
 
     @train_dataset.setter
-    def train_dataset(self, dataset: Dataset | Steps | DataLoader[Any] | None) -> None:
+    def train_dataset(self, dataset: Dataset | Steps | None) -> None:
         self._train_dataset = _take(self, "train_dataset", dataset)
 
     @property
@@ -251,27 +233,22 @@ class DataModule(ABC):
         self,
         dataset: Any,
         params: DataLoaderParams | None = None,
-        **options: Unpack[LoaderOptions],
+        **options: Any,
     ) -> Dataset:
         """Combine a data set with the options of its loader.
 
         Args:
             dataset: the PyTorch data set.
             params: the options.
-            **options: the options as keywords, instead of ``params``.
+            **options: options as keywords, which take precedence.
 
         Raises:
-            ArgumentError: if an option is invalid, or if there are both.
-            ArgumentTypeError: for an unknown option, and as :meth:`_create_dataset`.
+            ArgumentError: if an option is invalid.
+            ArgumentTypeError: as :meth:`_create_dataset`.
         """
-        if params is not None and options:
-            raise ArgumentError(
-                "DataModule.create_dataset(...) must get either params or keywords, got both. Put "
-                f"{', '.join(options)} into the DataLoaderParams."
-            )
-        _check_options("DataModule.create_dataset", options)
+        params = DataLoaderParams() if params is None else params
         return self._create_dataset(
-            dataset, DataLoaderParams(**options) if params is None else params
+            dataset, dataclasses.replace(params, **options) if options else params
         )
 
     def _create_dataset(
@@ -285,20 +262,13 @@ class DataModule(ABC):
 
         Raises:
             ArgumentError: if an option is invalid.
-            ArgumentTypeError: if ``params`` has another type, or if a sampler does not derive from
-                ``ResumableSampler`` or ``ResumableDistributedSampler``.
+            ArgumentTypeError: if a sampler does not derive from ``ResumableSampler`` or
+                ``ResumableDistributedSampler``.
         """
-        if isinstance(params, DataLoaderParams):
-            params = dataclasses.replace(params)
-        elif isinstance(params, Mapping):
+        if isinstance(params, Mapping):
             params = DataLoaderParams.from_dict(params)
-        else:
-            raise ArgumentTypeError(
-                "DataModule.create_dataset(params=...) must be a DataLoaderParams or a dict, "
-                f"got {params!r}."
-            )
         params.check()
-        return Dataset(dataset, params)
+        return Dataset(dataset, dataclasses.replace(params))
 
 
 _OF_TRAINING = {"shuffle", "drop_last", "sampler", "batch_sampler"}
@@ -309,7 +279,7 @@ _OF_TRAINING = {"shuffle", "drop_last", "sampler", "batch_sampler"}
 class _FromDatasets(DataModule):
     """Has the data sets that it was given."""
 
-    def __init__(self, given: Mapping[str, Any], params: LoaderOptions) -> None:
+    def __init__(self, given: Mapping[str, Any], params: Mapping[str, Any]) -> None:
         super().__init__()
         has_order = isinstance(given["train"], IterableDataset) or (
             params.get("sampler") is not None or params.get("batch_sampler") is not None
@@ -323,45 +293,24 @@ class _FromDatasets(DataModule):
     def setup(self) -> None:
         """Do nothing: the data sets are there."""
 
-    def _make(self, found: Any, params: LoaderOptions) -> Any:
+    def _make(self, found: Any, params: Mapping[str, Any]) -> Any:
         if isinstance(found, Mapping):
             return {name: self._make(each, params) for name, each in found.items()}
         if found is None or isinstance(found, Steps | DataLoader):
             return found
-        parts = found if isinstance(found, list | tuple) else ()
-        if any(isinstance(each, torch.utils.data.Dataset | DataLoader) for each in parts):
-            raise ArgumentTypeError(
-                "DataModule.from_datasets(...) must get several data sets by name, got a "
-                f'{type(found).__name__} of them. Pass a dict: valid={{"near": ..., "far": ...}}.'
-            )
         return self.create_dataset(found, **params)
 
 
-def _check_options(place: str, options: Mapping[str, Any], others: Collection[str] = ()) -> None:
-    """Check that all options of a call exist."""
-    known = [*others, *(field.name for field in dataclasses.fields(DataLoaderParams))]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        close = [difflib.get_close_matches(name, known, n=1) for name in unknown]
-        meant = ", ".join(dict.fromkeys(chain.from_iterable(close)))
-        remedy = f"Did you mean {meant}?" if meant else f"There are {', '.join(known)}."
-        raise ArgumentTypeError(
-            f"{place}(...) must get options of DataLoaderParams, got {', '.join(unknown)}. {remedy}"
-        )
-
-
 def _take(module: DataModule, attribute: str, found: Any) -> Any:
-    """Return what is assigned as a data set, with the options of a plain loader.
+    """Return what is assigned as a data set.
 
     Raises:
-        ArgumentTypeError: if it is neither created by ``create_dataset`` nor a plain loader.
+        ArgumentTypeError: if it is not created by ``create_dataset``.
     """
     if isinstance(found, Mapping):
         return {name: _take(module, attribute, each) for name, each in found.items()}
     if isinstance(found, list | tuple):
         return [_take(module, attribute, each) for each in found]
-    if isinstance(found, DataLoader):
-        return module.create_dataset(found.dataset, take_apart(found, attribute))
     if found is None or isinstance(found, Dataset | Steps):
         return found
     raise ArgumentTypeError(
@@ -379,11 +328,6 @@ def _open_all(module: DataModule, pairs: Datasets | None, name: str) -> LoaderPa
 
 
 def _open_one(module: DataModule, pair: Dataset, name: str) -> LoaderPair:
-    if not isinstance(pair, Dataset):
-        raise ArgumentTypeError(
-            f"The {name} of {type(module).__name__} must be created by self.create_dataset, "
-            f"got {pair!r}."
-        )
     params = dataclasses.replace(pair.params)
     if params.is_distributed is None and module.is_distributed:
         # Otherwise keep None: False would mean that the user does not want the data to be shared.

@@ -7,18 +7,20 @@ resumed, so the trainer rejects them if checkpoints are saved.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Sized
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
-from torch import get_num_threads
+from torch import Tensor, get_num_threads
 from torch.utils.data import DataLoader, IterableDataset
 
 from helios.core import rng
-from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
+from helios.core.utils import Stateful
+from helios.data.fingerprint import describe_class, find_fingerprint, length_of
 from helios.data.order import Position
-from helios.data.plain_loader import write_replacement
 from helios.data.samplers import HasEpoch
 from helios.data.source import (
     LONE,
@@ -29,13 +31,16 @@ from helios.data.source import (
     Source,
     run_on_one_thread,
 )
-from helios.data.workers import Failures, WorkerInit, WorkerItems, WorkersLost, end_workers
-from helios.errors import ArgumentError, StateError, UsageError, WorkerError
-from helios.protocols import Stateful
+from helios.data.workers import WorkerInit, WorkerItems, WorkersLost, end_workers
+from helios.errors import ArgumentError, StateError, UsageError
+from helios.state.digests import Identities, mark_of
+from helios.state.values import children_of, each_in
 
 _LOGGER = logging.getLogger(__name__)
 _END = object()
 _TIMEOUT = 300.0
+_NUM_TRIED = 3
+_MOST_COPIED = 64 << 20
 
 
 @final
@@ -82,7 +87,7 @@ class ExternalSource(Source):
         if isinstance(loader, DataLoader):
             found["dataset"] = describe_class(loader.dataset)
             found["fingerprint"] = find_fingerprint(loader.dataset)
-            found["length"] = count_samples(loader.dataset)
+            found["length"] = length_of(loader.dataset)
             found["num_workers"] = loader.num_workers
         return found
 
@@ -125,7 +130,9 @@ class ExternalSource(Source):
         if self._stateful is None:
             return {}
         state = self.read_state() if self._held_state is None else self._held_state
-        return {"loader": state} | ({"is_over": True} if self._is_over else {})
+        # What was loaded, and not begun yet, is as it was.
+        is_over = self._is_over or bool(self._end_state)
+        return {"loader": state} | ({"is_over": True} if is_over else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the loader's state.
@@ -144,9 +151,9 @@ class ExternalSource(Source):
         self._stateful.load_state_dict(copy.deepcopy(state_dict["loader"]))
         self._end_state = [state_dict["loader"]] if state_dict.get("is_over") else []
 
-    def hold_state(self) -> None:
-        """Save the loader's state now, before the next batch is fetched ahead."""
-        self._held_state = self.read_state()
+    def hold_state(self, state: dict[str, Any] | None) -> None:
+        """Use a state that was read before the next batch was fetched ahead."""
+        self._held_state = state
 
     def note_end(self, *, is_over: bool) -> None:
         """Record whether the batch of the held state is the last one of its pass."""
@@ -173,12 +180,6 @@ class ExternalSource(Source):
     def read_state(self) -> dict[str, Any] | None:
         """Return a copy of the loader's current state."""
         return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
-
-    def go_back(self) -> None:
-        """Let the next iteration of the loader begin after the batch that it returned last."""
-        state = self.read_state()
-        if state is not None and self._stateful is not None:
-            self._stateful.load_state_dict(state)
 
     def _seed_workers(self, position: Position) -> None:
         """Seed the workers of a stream from ``create_dataloader`` differently on each replica."""
@@ -207,18 +208,12 @@ def _find_stateful(loader: Any) -> Stateful | None:
 
 def _advise(loader: Any) -> str:
     """Return how to make a loader resumable."""
-    if not isinstance(loader, DataLoader):
-        return f"Give {type(loader).__name__} state_dict and load_state_dict."
-    dataset, name = loader.dataset, type(loader.dataset).__name__
-    if not isinstance(dataset, IterableDataset):
-        return (
-            f"Let Helios create the loader of the {name}, in the data module's setup(): "
-            f"{write_replacement(loader)}."
-        )
+    kind = type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
     return (
-        f"Give the {name} state_dict and load_state_dict and set num_workers=0, let "
-        "helios.data.Stream read it, or return a torchdata.stateful_dataloader.StatefulDataLoader "
-        "from train_dataloader()."
+        "Let Helios create it, in the data module's setup(): self.train_dataset = "
+        "self.create_dataset(dataset, batch_size=...); a stream as a helios.data.Stream. Or give "
+        f"the {kind} state_dict and load_state_dict, with num_workers=0, or return a "
+        "torchdata.stateful_dataloader.StatefulDataLoader from train_dataloader()."
     )
 
 
@@ -246,10 +241,7 @@ def _count_batches(loader: Any) -> int | None:
     """Return the length of a loader; ``None`` for an IterableDataset, which PyTorch estimates."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return None
-    try:
-        return len(loader) if isinstance(loader, Sized) else None
-    except TypeError:
-        return None
+    return length_of(loader)
 
 
 def _next_or_end(batches: Iterator[Any]) -> Any:
@@ -261,28 +253,19 @@ class _ForeignBatches(BatchIterator):
 
     def __init__(self, source: ExternalSource, position: Position) -> None:
         self._source = source
-        self._position = position
         self._keys = position.fetch_keys()
         self._batch = position.batch
-        self._failures = Failures()
-        self._batches: Iterator[Any] | None = None
-        self._begin()
-
-    def _begin(self) -> Iterator[Any]:
-        if self._batches is None:
-            # Random numbers drawn by iter(), as for PyTorch's shuffling, depend on the position.
-            with rng.stream(self._position.order_key()):
-                self._batches = self._iterate()
-        return self._batches
-
-    def _iterate(self) -> Iterator[Any]:
-        loader = self._source.loader
-        if not isinstance(loader, DataLoader) or not loader.num_workers:
-            return iter(loader)
-        # Where it cannot go on, new workers would not help.
-        can_resume = not isinstance(self._source.resumes_by, CannotResume)
-        timeout = loader.timeout or (_TIMEOUT if can_resume else None)
-        return WorkerItems(lambda: iter(loader), loader, timeout, self._failures)
+        self._batches: Iterator[Any] | None
+        loader = source.loader
+        # Random numbers drawn by iter(), as for PyTorch's shuffling, depend on the position.
+        with rng.stream(position.order_key()):
+            if not isinstance(loader, DataLoader) or not loader.num_workers:
+                self._batches = iter(loader)
+                return
+            # Where it cannot go on, new workers would not help.
+            can_resume = not isinstance(source.resumes_by, CannotResume)
+            timeout = loader.timeout or (_TIMEOUT if can_resume else None)
+            self._batches = WorkerItems(lambda: iter(loader), loader, timeout)
 
     def close(self) -> None:
         """End the pass and workers that are not persistent."""
@@ -295,38 +278,11 @@ class _ForeignBatches(BatchIterator):
         if self._batches is None:
             return _END
         rng.reseed(self._keys.at(self._batch))
-        while True:
-            try:
-                if get_num_threads() == 1:
-                    found = _next_or_end(self._begin())
-                else:
-                    found = run_on_one_thread(_next_or_end, self._begin())
-            except WorkersLost as loss:
-                self._recover(loss)
-            else:
-                self._batch += 1
-                self._failures.clear()
-                return found
-
-    def _recover(self, loss: WorkersLost) -> None:
-        """Let new workers go on from the loader's own state.
-
-        Raises:
-            WorkerError: if it has none, or if workers were lost too often in the same place.
-        """
-        kind, resumes_by = type(self._source.loader).__name__, self._source.resumes_by
-        if isinstance(resumes_by, CannotResume):
-            raise WorkerError(
-                f"The workers of a {kind} must not die: {loss}. Helios cannot fetch its batches "
-                f"again, because only the {kind}, which has no state, knows them; that of "
-                f"create_dataloader would go on with new workers. {resumes_by.remedy}"
-            ) from loss
-        # The iterator may hold the state.
-        self._source.go_back()
-        if isinstance(self._batches, WorkerItems):
-            self._batches.close()
-        self._batches = None
-        self._failures.add(loss, f"The {kind} goes on from its own state with new workers.")
+        batches = self._batches
+        is_alone = get_num_threads() == 1
+        found = _next_or_end(batches) if is_alone else run_on_one_thread(_next_or_end, batches)
+        self._batch += 1
+        return found
 
 
 @final
@@ -352,12 +308,13 @@ class _CountedBatches(_ForeignBatches):
 
     def close(self) -> None:
         """End the pass; a complete one is exhausted first, so that the loader records its end."""
-        if self._batch >= self._length and self._fetch() is not _END:
-            _LOGGER.warning(
-                "A loader must return as many batches as its length, but returned more than %d. "
-                "The rest was skipped. Correct its __len__, or remove it.",
-                self._length,
-            )
+        with contextlib.suppress(WorkersLost):
+            if self._batch >= self._length and self._fetch() is not _END:
+                _LOGGER.warning(
+                    "A loader must return as many batches as its length, but returned more than "
+                    "%d. The rest was skipped. Correct its __len__, or remove it.",
+                    self._length,
+                )
         super().close()
 
 
@@ -373,6 +330,7 @@ class _ProbedBatches(_ForeignBatches):
     def __next__(self) -> Any:
         if not self._is_begun:
             self._is_begun = True
+            self._source.hold_state(self._source.read_state())
             self._following = self._fetch()
             if self._source.begins_at_end(is_empty=self._following is _END):
                 self._following = _END
@@ -380,8 +338,9 @@ class _ProbedBatches(_ForeignBatches):
         if batch is _END:
             self.close()
             raise StopIteration
-        self._source.hold_state()
+        state = self._source.read_state()
         self._following = self._fetch()
+        self._source.hold_state(state)
         self.is_last = self._following is _END
         self._source.note_end(is_over=self.is_last)
         return [batch]
@@ -392,3 +351,57 @@ class _ProbedBatches(_ForeignBatches):
         if self.is_last:
             self._source.release_state()
         super().close()
+
+
+def try_state(source: Source) -> bool | None:
+    """Save a source's state after a few batches, load it into a copy, and compare the next batch.
+
+    Helios cannot know whether the ``state_dict`` of a user's holds everything that the next batch
+    depends on, but it can try in memory. The run is not changed: only copies are used, and all
+    generators are restored.
+
+    Args:
+        source: the source, before its first pass.
+
+    Returns:
+        Whether the next batch came back; ``None`` if that is unknown: there is none, the copies
+        would take more than 64 MiB, or the user's code has failed on a copy.
+    """
+    whole = source.num_batches()
+    num_batches = _NUM_TRIED if whole is None else min(_NUM_TRIED, whole - 1)
+    if num_batches < 1 or _is_too_large(source):
+        return None
+    try:
+        with rng.stream(0):
+            undisturbed, resumed = copy.deepcopy(source), copy.deepcopy(source)
+            batches = undisturbed.batches(0)
+            for _ in range(num_batches):
+                next(batches)
+            state = copy.deepcopy(undisturbed.state_dict())
+            expected = next(batches)
+            resumed.load_state_dict(state)
+            found = next(resumed.batches(0, batch=num_batches), None)
+        return compare_batches(expected, found)
+    except Exception as error:
+        # An error of the user's code on a copy does not stop the run.
+        _LOGGER.debug("The state of the training loader could not be checked: %r", error)
+        return None
+
+
+def _is_too_large(root: object) -> bool:
+    size = 0
+    for value in each_in(root, children_of):
+        is_tensor = isinstance(value, Tensor)
+        size += value.untyped_storage().nbytes() if is_tensor else sys.getsizeof(value, 0)
+        if size > _MOST_COPIED:
+            return True
+    return False
+
+
+def compare_batches(expected: Any, found: Any) -> bool | None:
+    """Return whether two batches consist of the same bytes; ``None`` if that cannot be told."""
+    identities = Identities()
+    if mark_of(expected, identities) == mark_of(found, identities):
+        return True
+    # What is compared by identity may be equal nevertheless.
+    return None if identities.num_given else False

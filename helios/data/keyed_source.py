@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, final
 
-import torch
-from torch import Tensor, get_num_threads
+from torch import get_num_threads
 
 from helios.core import rng
-from helios.core.memory import same
-from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
-from helios.data.keyed import BatchedDataset, Keyed
-from helios.data.loader import FetchedBatches, KeyedLoader
+from helios.data.fingerprint import describe_class, find_fingerprint, length_of
+from helios.data.loader import BatchedDataset, Keyed, KeyedLoader
 from helios.data.mixture import Mixture
 from helios.data.order import Position
 from helios.data.sharding_plan import (
@@ -40,8 +37,6 @@ from helios.data.source import (
 )
 from helios.storage.content_hash import Content, read_safely
 
-_INT = frozenset((int,))
-
 
 @final
 class KeyedSource(Source):
@@ -55,6 +50,7 @@ class KeyedSource(Source):
     """
 
     loader: KeyedLoader
+    num_alone = 16
 
     def __init__(
         self,
@@ -70,16 +66,37 @@ class KeyedSource(Source):
         self._deal = make_sharding_plan(loader, share)
         self._deal.skipped = self._skipped
         self.resumes_by = ByPosition(is_split_by_rank=self._deal.is_own)
-        self._description = _describe(loader, self._deal)
+        self._description = self._find_description()
         self._pass_length: int | None = None
 
     def _describe(self) -> dict[str, Any]:
         return self._description
 
+    def _find_description(self) -> dict[str, Any]:
+        loader, deal = self.loader, self._deal
+        params, dataset = loader.params, loader.keyed_dataset.dataset
+        is_listed = params.batch_sampler is not None
+        is_shared = deal.share.num_replicas > 1
+        shared = {"is_distributed": deal.is_split or deal.is_own} if is_shared else {}
+        mixed = {"mixture": dataset.describe()} if isinstance(dataset, Mixture) else {}
+        return {
+            **shared,
+            **mixed,
+            "length": length_of(dataset),
+            "batch_size": None if is_listed else params.batch_size,
+            "shuffle": params.shuffle,
+            "drop_last": params.drop_last,
+            "seed": params.random_seed,
+            "sampler": type(loader.batches.order.sampler).__qualname__,
+            "dataset": describe_class(dataset),
+            "fingerprint": find_fingerprint(dataset),
+            "num_workers": params.num_workers,
+        }
+
     @property
     def length(self) -> int | None:
         """The current number of samples; ``None`` if the data set has no length."""
-        return count_samples(self.loader.keyed_dataset.dataset)
+        return length_of(self.loader.keyed_dataset.dataset)
 
     @property
     def pass_length(self) -> int | None:
@@ -99,8 +116,10 @@ class KeyedSource(Source):
     def _start(self, epoch: int, batch: int, sample: int, *, reads_content: bool) -> BatchIterator:
         position = self._place(epoch, batch, sample)
         self._pass_length = self.length
-        kind = _WorkerBatches if self.loader.num_workers else _LocalBatches
-        return kind(self.loader, self._deal, position, reads_content=reads_content)
+        if self.loader.num_workers:
+            loader = self.loader.alone() if self.has_lost else self.loader
+            return _WorkerBatches(loader, self._deal, position, reads_content)
+        return _LocalBatches(self.loader, self._deal, position, reads_content=reads_content)
 
     def _count_batches(self, batch: int, sample: int) -> int | None:
         return self._deal.num_batches(batch=batch, sample=sample)
@@ -110,9 +129,7 @@ class KeyedSource(Source):
         position = self._place(epoch, batch, sample)
         return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
 
-    def fetch_again(
-        self, epoch: int, batch: int, times: int = 1
-    ) -> list[tuple[list[Any], list[Content]]] | None:
+    def fetch_again(self, epoch: int, batch: int) -> tuple[list[Any], list[Content]] | None:
         """Fetch the batches of one iteration; not if a user's sampler has a state or splits."""
         position = self._place(epoch, batch, self._deal.first_sample(batch))
         hands = self._deal.hands_at(position, self.loader.keyed_dataset.dataset)
@@ -124,13 +141,10 @@ class KeyedSource(Source):
         # Copies, because the data set may change a list.
         items = [
             Keyed(key, copy.copy(indices), reads_content=True)
-            for _ in range(times)
             for key, indices in zip(keys, own, strict=False)
         ]
         with rng.stream(keys[0]):
-            contents = self.loader.read_again(position, items)
-        size = len(own)
-        return [(own, contents[n * size : (n + 1) * size]) for n in range(times)]
+            return own, self.loader.read_again(position, items)
 
     @property
     def _can_skip(self) -> bool:
@@ -158,30 +172,6 @@ class KeyedSource(Source):
         self.loader.end_workers()
 
 
-def _describe(loader: KeyedLoader, deal: ShardingPlan) -> dict[str, Any]:
-    params, sampler = loader.params, loader.batches.order.sampler
-    dataset = loader.keyed_dataset.dataset
-    is_listed = params.batch_sampler is not None
-    is_shared = deal.share.num_replicas > 1
-    shared = {"is_distributed": deal.is_split or deal.is_own} if is_shared else {}
-    mixed = {"mixture": dataset.describe()} if isinstance(dataset, Mixture) else {}
-    return (
-        shared
-        | mixed
-        | {
-            "length": count_samples(dataset),
-            "batch_size": None if is_listed else params.batch_size,
-            "shuffle": params.shuffle,
-            "drop_last": params.drop_last,
-            "seed": params.random_seed,
-            "sampler": type(sampler).__qualname__,
-            "dataset": describe_class(dataset),
-            "fingerprint": find_fingerprint(dataset),
-            "num_workers": params.num_workers,
-        }
-    )
-
-
 def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:
     """Return a function that fetches and collates a batch in this process, without seeding."""
     dataset, collate = loader.keyed_dataset.dataset, loader.collate_fn
@@ -198,50 +188,7 @@ def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:
             samples.append(dataset[index])
         return collate(samples)
 
-    return _RowFetch(dataset.tensors, fetch) if loader.is_pure else fetch
-
-
-@final
-class _RowFetch:
-    """Fetches the rows of tensors by one operation for each tensor, not one for each sample.
-
-    The first batch is fetched in both ways: ``default_collate`` has a table in which scripts may
-    change what it does. Where the results differ, all batches are fetched by sample.
-
-    Args:
-        tensors: those of the data set.
-        fetch: fetches a batch by sample.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], fetch: Callable[[list[Any]], Any]) -> None:
-        self._tensors = tensors
-        self._fetch = fetch
-        self._is_known = False
-        self._is_equal = all(each.is_cpu and not each.requires_grad for each in tensors)
-
-    def __call__(self, indices: list[Any]) -> Any:
-        # A list of anything but numbers would mean something else to a tensor.
-        if not self._is_equal or not _INT.issuperset(map(type, indices)):
-            return self._fetch(indices)
-        rows, found = torch.tensor(indices), []
-        for tensor in self._tensors:
-            found.append(tensor[rows])
-        if self._is_known:
-            return found
-        batch = self._fetch(indices)
-        self._is_known = True
-        self._is_equal = _are_alike(batch, found)
-        return batch
-
-
-def _are_alike(batch: Any, rows: list[Tensor]) -> bool:
-    """Whether a batch is the same list of tensors, in the same order in memory."""
-    return (
-        type(batch) is list
-        and all(type(each) is Tensor for each in batch)
-        and same(batch, rows)
-        and all(one.stride() == other.stride() for one, other in zip(batch, rows, strict=True))
-    )
+    return fetch
 
 
 class _DealtBatches(BatchIterator):
@@ -335,21 +282,23 @@ class _WorkerBatches(_DealtBatches):
         loader: KeyedLoader,
         deal: ShardingPlan,
         position: Position,
-        *,
         reads_content: bool,
     ) -> None:
         super().__init__(deal, position)
         self._reads_content = reads_content
         self._under_way: deque[ShardedIteration] = deque()
-        walk = deal.walk(position, self._under_way, reads_content=reads_content)
-        self._batches = FetchedBatches(loader, walk, position)
+        self._errors: list[Exception] = []
+        items = deal.walk(position, self._under_way, reads_content=reads_content)
+        # Not this object: its workers end when it is dropped, so nothing may lead back to it.
+        walk = _walk(items, self._errors)
+        self._batches = loader.start_workers(lambda: walk, position)
         # PyTorch reads ahead by at least one batch, so an empty list always means the end.
         self._is_done = not self._under_way
 
     def __next__(self) -> Any:
         if self._is_closed or not self._under_way:
             self.close()
-            raise StopIteration
+            raise self._errors.pop() if self._errors else StopIteration
         turn, is_last = self._under_way.popleft()
         self.indices, self.num_samples, self.skipped, self.repeats = turn
         try:
@@ -369,3 +318,15 @@ class _WorkerBatches(_DealtBatches):
         if not self._is_closed:
             self._batches.close()
         super().close()
+
+
+def _walk(items: Iterator[Keyed], errors: list[Exception]) -> Iterator[Keyed]:
+    """Go over the items up to an error, and keep it.
+
+    It is not raised here: PyTorch's iterator would be left to the garbage collector, which closes
+    the pipes of its queues before their threads do so once more.
+    """
+    try:
+        yield from items
+    except Exception as error:
+        errors.append(error)

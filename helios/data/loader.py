@@ -1,33 +1,35 @@
 """Creates PyTorch DataLoaders whose batches have keys.
 
-In a user's own loop, such a loader behaves like any DataLoader; a trainer uses it through
+A key is sent with the indices of each batch, and the data set seeds all generators from it before
+the fetch. So the random numbers of a batch depend on its position, not on the process that fetches
+it. The collate function runs in the same process right afterwards, so it draws from the same
+stream. In a user's own loop, such a loader behaves like any DataLoader; a trainer uses it through
 :mod:`helios.data.source`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import replace
-from multiprocessing.context import BaseContext
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
+    Sampler,
     TensorDataset,
     default_collate,
 )
 
 from helios.core import rng
 from helios.core.registry import Registry
-from helios.data.keyed import Keyed, KeyedBatchSampler, KeyedDataset, ReadingCollate, Walk
-from helios.data.mixture import Mixture, MixtureSampler, check_mixture
-from helios.data.order import Order, Position, PositionalOrder, is_positional
+from helios.data.mixture import Mixture, MixtureSampler
+from helios.data.order import Order, Position, PositionalOrder, ReplayedOrder, is_positional
 from helios.data.params import DataLoaderParams
-from helios.data.replayed_sampler import ReplayedOrder
 from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
@@ -36,8 +38,7 @@ from helios.data.samplers import (
 )
 from helios.data.source import run_on_one_thread
 from helios.data.stream import Stream, StreamLoader
-from helios.data.workers import Failures, WorkerInit, WorkerItems, WorkersLost, end_workers
-from helios.distributed.process_groups import is_dist_active
+from helios.data.workers import Parcel, WorkerInit, WorkerItems, end_workers
 from helios.errors import ArgumentError
 from helios.storage.content_hash import Content, read_safely
 
@@ -68,12 +69,201 @@ def create_collate_fn(type_name: str, *args: Any, **kwargs: Any) -> Callable[[An
     return collate_fn
 
 
+class Keyed(NamedTuple):
+    """What is sent to the process that fetches a batch.
+
+    Attributes:
+        key: the key to seed from.
+        indices: the indices of a batch; a single index if batches are not collated.
+        reads_content: whether the content of the batch is read in the process that fetches it.
+    """
+
+    key: int
+    indices: Any
+    reads_content: bool = False
+
+
+@runtime_checkable
+class BatchedDataset(Protocol):
+    """A data set that fetches all samples of a batch at once."""
+
+    def __getitems__(self, indices: list[Any]) -> Any:
+        """Return the samples of a batch."""
+        ...
+
+
+@final
+class KeyedDataset(Dataset[Any]):
+    """A user's data set, seeded before each fetch.
+
+    Args:
+        dataset: the user's data set; also available as an attribute.
+
+    Attributes:
+        dataset: as given.
+        reads_content: whether the content of the batch that was fetched last is read by its worker.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._getitems = dataset.__getitems__ if isinstance(dataset, BatchedDataset) else None
+        self.reads_content = False
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, Keyed):
+            return self.dataset[index]
+        self.reads_content = index.reads_content
+        rng.reseed(index.key)
+        return self.dataset[index.indices]
+
+    def __getitems__(self, indices: Any) -> Any:
+        if isinstance(indices, Keyed):
+            self.reads_content = indices.reads_content
+            rng.reseed(indices.key)
+            indices = indices.indices
+        if self._getitems is not None:
+            return self._getitems(indices)
+        return [self.dataset[index] for index in indices]
+
+
+class ReadBatch(NamedTuple):
+    """What a worker sends.
+
+    Attributes:
+        batch: the batch.
+        content: what was read of it.
+    """
+
+    batch: Any
+    content: Content
+
+
+@final
+class ReadingCollate:
+    """Collates a batch in a worker, and reads its content if the key of the batch demands it.
+
+    Args:
+        collate: the user's function.
+        dataset: the data set of the same worker, which gets the keys.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], dataset: KeyedDataset) -> None:
+        self._collate = collate
+        self._dataset = dataset
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch, with its content if demanded."""
+        batch = self._collate(samples)
+        if not self._dataset.reads_content:
+            return Parcel(batch)
+        return Parcel(ReadBatch(batch, read_safely(batch)))
+
+
+def data_sets_of(loader: object) -> list[Any]:
+    """Return the data set that a loader of PyTorch reads, and the user's own one inside of it."""
+    if not isinstance(loader, DataLoader):
+        return []
+    outer = loader.dataset
+    return [outer, outer.dataset] if isinstance(outer, KeyedDataset) else [outer]
+
+
+Walk: TypeAlias = Callable[[], Iterator[Keyed]]
+
+
+@final
+class KeyedBatchSampler(Sampler[Any]):
+    """The batches of a pass: each with its key in a run, without one in a user's own loop.
+
+    Args:
+        order: the order of the samples.
+        batch_size: samples per batch; ``None`` to fetch single samples.
+        drop_last: whether to drop an incomplete last batch.
+    """
+
+    def __init__(
+        self, order: Order, *, batch_size: int | None = 1, drop_last: bool = False
+    ) -> None:
+        super().__init__()
+        self.order = order
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._walk: Walk | None = None
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether an item is a list of indices."""
+        return self.order.yields_batches or self._batch_size is not None
+
+    def seek(self, walk: Walk | None) -> None:
+        """Set the function that iterates over the next pass; ``None`` for the user's sampler."""
+        self._walk = walk
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches of a whole pass; ``None`` if unknown."""
+        length = self.order.length
+        if length is None or self.order.yields_batches:
+            return length
+        size = self._batch_size or 1
+        return length // size if self._drop_last else -(-length // size)
+
+    def __len__(self) -> int:
+        count = self.num_batches
+        if count is None:
+            raise TypeError(f"{type(self.order.sampler).__name__} has no length.")
+        return count
+
+    def __iter__(self) -> Iterator[Any]:
+        # The function is chosen now, and called at the first step: torch calls iter() twice when it
+        # starts workers, and only uses the second iterator.
+        if self._walk is not None:
+            return self._walk()
+        sampler = self.order.sampler
+        if self.order.yields_batches or self._batch_size is None:
+            return iter(sampler)
+        return iter(BatchSampler(sampler, self._batch_size, self._drop_last))
+
+
+def ask_twice(position: Position, ask: Callable[[], Any]) -> Any:
+    """Return the result of iterating over a copy of a user's sampler, if it is the same twice.
+
+    The result differs if the order depends on more than the position, such as a counter of the
+    sampler. Nothing but the copy is changed.
+
+    Args:
+        position: determines the random stream of the sampler.
+        ask: iterates over the copy from the position.
+    """
+    try:
+        with rng.stream(position.order_key()):
+            first, second = ask(), ask()
+    except Exception:  # a copy of a user's sampler may be incomplete
+        return None
+    return first if first == second else None
+
+
+def split_into_batches(blocks: Iterator[list[Any]], size: int) -> Iterator[list[list[Any]]]:
+    """Split blocks into lists of equal size, several at once; the last one may be shorter."""
+    rest: list[Any] = []
+    for block in blocks:
+        joined = rest + block if rest else block
+        end = len(joined) - len(joined) % size
+        if end:
+            yield [joined[first : first + size] for first in range(0, end, size)]
+        rest = joined[end:]
+    if rest:
+        yield [rest]
+
+
 @final
 class KeyedLoader(DataLoader[Any]):
     """A DataLoader whose batches have keys, and which can start at any position.
 
     In a user's own loop, it starts where its sampler's ``set_epoch`` and ``start_iter`` say, and
-    preserves the generators of the training process.
+    is seeded as any DataLoader.
 
     Args:
         dataset: the user's data set.
@@ -109,9 +299,7 @@ class KeyedLoader(DataLoader[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if not self.num_workers:
-            return self._iterate_here(super().__iter__())
-        return FetchedBatches(self, iter(self.batches))
+        return self.start_workers(None) if self.num_workers else super().__iter__()
 
     def read_again(self, position: Position, items: Sequence[Keyed]) -> list[Content]:
         """Return what is read of batches beside any pass.
@@ -125,7 +313,7 @@ class KeyedLoader(DataLoader[Any]):
         """
         if not self.num_workers:
             return [run_on_one_thread(self._read, item) for item in items]
-        batches = self.alone().start_workers(lambda: iter(items), position, Failures())
+        batches = self.alone().start_workers(lambda: iter(items), position)
         try:
             return [each.content for each in batches]
         finally:
@@ -139,18 +327,15 @@ class KeyedLoader(DataLoader[Any]):
     def alone(self) -> KeyedLoader:
         """Return a loader of the same data with one worker, which fetches one batch at a time."""
         options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 1}
-        params = replace(self.params, **options, persistent_workers=False)
+        params = dataclasses.replace(self.params, **options, persistent_workers=False)
         return KeyedLoader(self.keyed_dataset.dataset, self.batches, params)
 
-    def start_workers(
-        self, walk: Walk, position: Position | None, failures: Failures
-    ) -> WorkerItems:
+    def start_workers(self, walk: Walk | None, position: Position | None = None) -> WorkerItems:
         """Start PyTorch's own iteration.
 
         Args:
-            walk: returns what is fetched.
+            walk: returns what is fetched; ``None`` in a user's own loop.
             position: where the pass begins; ``None`` in a user's own loop.
-            failures: those of the pass.
         """
         if self.generator is not None and position is not None:
             self.generator.manual_seed(position.worker_key())
@@ -158,7 +343,7 @@ class KeyedLoader(DataLoader[Any]):
         self.collate_fn = ReadingCollate(collate, self.keyed_dataset)
         self.batches.seek(walk)
         try:
-            return WorkerItems(super().__iter__, self, self.params.worker_timeout, failures)
+            return WorkerItems(super().__iter__, self, self.params.worker_timeout)
         finally:
             self.batches.seek(None)
             self.collate_fn = collate
@@ -167,147 +352,21 @@ class KeyedLoader(DataLoader[Any]):
         """End persistent workers; the next iteration starts new ones."""
         end_workers(self)
 
-    def _iterate_here(self, batches: Iterator[Any]) -> Iterator[Any]:
-        while True:
-            found = rng.read_states()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                rng.load_states(found)
-            yield batch
-
-
-@final
-class FetchedBatches(Iterator[Any]):
-    """What workers fetch in a pass, in its order, from new workers if some are lost.
-
-    Every batch is known by its key. So what was dealt and not handed out is fetched again, one
-    batch at a time by one worker, and then the rest of the same walk; a sampler is never asked
-    twice. So the batch is known that a worker dies of, and a worker that dies after a few batches
-    gets further each time.
-
-    Args:
-        loader: whose workers fetch.
-        items: what is fetched; iterated over once.
-        position: where the pass begins; ``None`` in a user's own loop.
-    """
-
-    def __init__(
-        self, loader: KeyedLoader, items: Iterator[Keyed], position: Position | None = None
-    ) -> None:
-        self._loader, self._items, self._position = loader, items, position
-        self._owed: deque[Keyed] = deque()
-        self._errors: list[Exception] = []
-        self._failures = Failures()
-        self._is_mending = False
-        self._workers = self._deal()
-
-    def _deal(self) -> WorkerItems:
-        """Let workers fetch what follows."""
-        # Not this object: its workers end when it is dropped, so nothing may lead back to it.
-        items, owed, errors = self._items, self._owed, self._errors
-        found = self._loader.start_workers(
-            lambda: _walk(items, owed, errors), self._position, self._failures
-        )
-        if errors:
-            found.close()
-            raise errors[0]
-        return found
-
-    def __next__(self) -> Any:
-        while True:
-            try:
-                item = next(self._workers)
-            except WorkersLost as loss:
-                self._mend(loss)
-            except StopIteration:
-                raise
-            except Exception:
-                self._count_one()
-                raise
-            else:
-                self._count_one()
-                if self._errors:
-                    self.close()
-                    raise self._errors[0]
-                return item
-
-    def _count_one(self) -> None:
-        self._owed.popleft()
-        self._failures.clear()
-        if self._is_mending and not self._owed:
-            # Now: who hands out batches knows by what is dealt whether the pass goes on.
-            self.close()
-            self._is_mending = False
-            self._workers = self._deal()
-
-    def _mend(self, loss: WorkersLost) -> None:
-        """Fetch what is owed from a new worker."""
-        self._workers.close()
-        count = len(self._owed)
-        what = "the batch that was" if count == 1 else f"the {count} batches that were"
-        then = f"A new worker fetches {what} under way, one at a time."
-        self._failures.add(loss, then, remedy=self._describe_next())
-        self._is_mending = True
-        owed = [*self._owed]
-        self._workers = self._loader.alone().start_workers(
-            lambda: iter(owed), self._position, self._failures
-        )
-
-    def _describe_next(self) -> str:
-        item = self._owed[0]
-        return (
-            f"They did not fetch the samples {item.indices}. To see why, fetch them yourself: "
-            f"helios.core.rng.reseed({item.key}), then dataset[i] for each, under python -X "
-            "faulthandler. If it just takes long, raise worker_timeout."
-        )
-
-    def close(self) -> None:
-        """End the pass; persistent workers stay for the next one."""
-        self._workers.close()
-
-
-def _walk(items: Iterator[Keyed], owed: deque[Keyed], errors: list[Exception]) -> Iterator[Keyed]:
-    """Deal up to an error, and note what is dealt.
-
-    The error is not raised here: PyTorch's iterator would be left to the garbage collector, which
-    closes the pipes of its queues before their threads do so once more.
-    """
-    try:
-        for item in items:
-            owed.append(item)
-            yield item
-    except Exception as error:
-        errors.append(error)
-
 
 def create_dataloader(
     dataset: Any,
-    random_seed: int = rng.get_default_seed(),
-    batch_size: int | None = 1,
-    shuffle: bool = False,
-    num_workers: int = 0,
-    pin_memory: bool = True,
-    drop_last: bool = False,
-    debug_mode: bool = False,
-    is_distributed: bool | None = None,
-    sampler: ResumableSamplerType | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
-    *,
-    persistent_workers: bool = False,
-    prefetch_factor: int | None = None,
-    multiprocessing_context: str | BaseContext | None = None,
-    worker_init_fn: Callable[[int], Any] | None = None,
-    batch_sampler: Any = None,
-    worker_timeout: float | None = 300.0,
+    *positional: Any,
     num_replicas: int | None = None,
+    **options: Any,
 ) -> LoaderPair:
     """Create a loader for a data set, and the sampler that determines its order.
 
-    The options are those of :class:`DataLoaderParams`. ``num_replicas`` is the number of replicas
-    that share the data, as in ``DataModule.num_replicas``; the size of the process group if None.
+    Args:
+        dataset: a map-style or iterable data set.
+        *positional: options of :class:`DataLoaderParams`, in their order.
+        num_replicas: the number of replicas that share the data, as in ``DataModule.num_replicas``;
+            the size of the process group if ``None``.
+        **options: options of :class:`DataLoaderParams` as keywords.
 
     Returns:
         The loader and its sampler; ``None`` instead of a sampler for an ``IterableDataset`` or a
@@ -319,24 +378,7 @@ def create_dataloader(
         ArgumentTypeError: if a sampler does not derive from ``ResumableSampler`` or
             ``ResumableDistributedSampler``.
     """
-    params = DataLoaderParams(
-        random_seed=random_seed,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        drop_last=drop_last,
-        debug_mode=debug_mode,
-        is_distributed=is_distributed,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        persistent_workers=persistent_workers,
-        prefetch_factor=prefetch_factor,
-        multiprocessing_context=multiprocessing_context,
-        worker_init_fn=worker_init_fn,
-        batch_sampler=batch_sampler,
-        worker_timeout=worker_timeout,
-    )
+    params = DataLoaderParams(*positional, **options)
     return build_loader(dataset, params, num_replicas=num_replicas)
 
 
@@ -356,7 +398,6 @@ def build_loader(
         num_replicas: the replicas that share the data; ``None`` for those of the process group.
     """
     params.check()
-    params.warn_of_idle_options()
     if params.debug_mode or not params.num_workers:
         params = params.without_workers()
     if isinstance(dataset, IterableDataset):
@@ -366,24 +407,18 @@ def build_loader(
             f"The {name} must contain at least one sample, got an empty {type(dataset).__name__}. "
             "Check its path and filters."
         )
-    if isinstance(dataset, Mixture):
-        is_ordered = params.sampler is not None or params.batch_sampler is not None
-        is_by_rank = bool(params.is_distributed) and num_replicas is None
-        check_mixture(name, is_ordered=is_ordered, is_by_rank=is_by_rank)
+    is_ordered = params.sampler is not None or params.batch_sampler is not None
+    if isinstance(dataset, Mixture) and is_ordered:
+        raise ArgumentError(
+            f"The {name} is a Mixture, which determines the order of its samples, so it must not "
+            "have a sampler or batch_sampler. Remove it, or use torch.utils.data.ConcatDataset."
+        )
     if params.batch_sampler is not None:
         batches = KeyedBatchSampler(ReplayedOrder(params.batch_sampler, yields_batches=True))
         return KeyedLoader(dataset, batches, params), None
     sampler = params.sampler or _choose_sampler(dataset, params, name, num_replicas)
     order: Order = PositionalOrder(sampler) if is_positional(sampler) else ReplayedOrder(sampler)
     batches = KeyedBatchSampler(order, batch_size=params.batch_size, drop_last=params.drop_last)
-    # With several replicas, the number of batches is known only when the data is sharded.
-    is_whole = num_replicas is None or num_replicas == 1
-    if is_whole and order.length is not None and batches.num_batches == 0:
-        raise ArgumentError(
-            f"The {name} must have at least one batch, got {order.length} samples for "
-            f"batch_size={params.batch_size} with drop_last={params.drop_last}. Reduce the batch "
-            "size or remove drop_last."
-        )
     return KeyedLoader(dataset, batches, params), sampler
 
 
@@ -401,12 +436,6 @@ def _choose_sampler(
         # Several replicas share its order like that of a user's sampler.
         return MixtureSampler(dataset, params.random_seed, batch_size, shuffle=params.shuffle)
     if params.is_distributed:
-        if num_replicas is None and not is_dist_active():
-            raise ArgumentError(
-                "DataLoaderParams(is_distributed=True) requires a process group, but there is "
-                "none. Remove it, pass create_dataloader(num_replicas=self.num_replicas) in a data "
-                "module, or pass a ResumableDistributedSampler with num_replicas and rank."
-            )
         return ResumableDistributedSampler(
             dataset,
             num_replicas=num_replicas,
@@ -425,19 +454,10 @@ def _choose_sampler(
 def _build_streaming(
     dataset: IterableDataset[Any], params: DataLoaderParams, name: str
 ) -> DataLoader[Any]:
-    given = [
-        option
-        for option, value in (
-            ("shuffle", params.shuffle),
-            ("sampler", params.sampler is not None),
-            ("batch_sampler", params.batch_sampler is not None),
-        )
-        if value
-    ]
-    if given:
+    if params.shuffle or params.sampler is not None or params.batch_sampler is not None:
         raise ArgumentError(
             f"The {name} is an IterableDataset, which determines its order itself, so it must not "
-            f"have the option {' and '.join(given)}. Shuffle inside the data set."
+            "have the options shuffle, sampler and batch_sampler. Shuffle inside the data set."
         )
     if isinstance(dataset, Stream):
         return StreamLoader(dataset, params, _loader_options(params))

@@ -205,41 +205,12 @@ def _check_sources(sources: Mapping[str, tuple[Any, float]]) -> None:
             f"entry, got {sources!r}."
         )
     for name, pair in sources.items():
-        where = f"Mixture(sources={{{name!r}: ...}})"
-        if not isinstance(name, str) or not isinstance(pair, tuple) or len(pair) != 2:
-            raise ArgumentError(f"{where} must be name: (data set, weight), got {pair!r}.")
-        data, weight = pair
-        if isinstance(data, IterableDataset) or not isinstance(data, Sized) or not len(data):
+        data, weight = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, 0)
+        is_sized = isinstance(data, Sized) and not isinstance(data, IterableDataset) and len(data)
+        is_weight = isinstance(weight, int | float) and 0 < weight < math.inf
+        if not isinstance(name, str) or not is_sized or not is_weight:
             raise ArgumentError(
-                f"{where} must be a data set with a length and at least one sample, got a "
-                f"{type(data).__name__}. A stream cannot be mixed by position."
+                "Mixture(sources=...) must be name: (data set, weight), with a data set of a "
+                "length, which a stream has not, and a positive weight, got "
+                f"{name!r}: {pair!r}."
             )
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not math.isfinite(weight) or weight <= 0:
-            raise ArgumentError(
-                f"{where} must have a positive, finite weight, got {weight!r}. Remove a source "
-                "that is not used."
-            )
-
-
-def check_mixture(name: str, *, is_ordered: bool, is_by_rank: bool) -> None:
-    """Check how the loader of a mixture is made.
-
-    Args:
-        name: name of the data set in messages.
-        is_ordered: whether there is a sampler or a batch sampler.
-        is_by_rank: whether each process is to load its own part, without a trainer.
-
-    Raises:
-        ArgumentError: if either is True.
-    """
-    if is_ordered:
-        raise ArgumentError(
-            f"The {name} is a Mixture, which determines the order of its samples, so it must not "
-            "have a sampler or batch_sampler. Remove it, or use torch.utils.data.ConcatDataset."
-        )
-    if is_by_rank:
-        raise ArgumentError(
-            f"The {name} is a Mixture, whose order only a Trainer can shard, so is_distributed "
-            "must be None or False without one, got True. Remove it."
-        )

@@ -128,19 +128,10 @@ class _Plan(NamedTuple):
 
 def _check_lengths(lengths: Any) -> _Ints:
     sizes = np.asarray(lengths)
-    if sizes.size and (sizes.ndim != 1 or sizes.dtype.kind not in "iu"):
+    if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or not sizes.any() or sizes.min() < 0:
         raise ArgumentError(
-            "Packed(lengths=...) must be integers of at least 0, one for each sample, got "
-            f"{type(lengths).__name__} of shape {sizes.shape} and type {sizes.dtype}."
-        )
-    if sizes.min(initial=0) < 0:
-        sample = int(sizes.argmin())
-        raise ArgumentError(
-            f"Packed(lengths=...) must be at least 0, got {sizes[sample]} for sample {sample}."
-        )
-    if not sizes.any():
-        raise ArgumentError(
-            "Packed(lengths=...) must contain at least one token, got none. Check the data."
+            "Packed(lengths=...) must be integers of at least 0, one for each sample, with at "
+            f"least one token, got {lengths!r}."
         )
     return sizes.astype(np.int64, copy=False)
 

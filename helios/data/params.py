@@ -7,9 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.context import BaseContext
-from typing import Any, TypedDict
-
-import torch.multiprocessing
+from typing import Any
 
 from helios.core import rng
 from helios.data.samplers import ResumableSamplerType
@@ -34,11 +32,6 @@ def _is_seconds(value: Any) -> bool:
     return value is None or (is_number and 0 < value < math.inf)
 
 
-def _is_context(value: Any) -> bool:
-    return value is None or isinstance(value, BaseContext) or value in _CONTEXTS
-
-
-_CONTEXTS = torch.multiprocessing.get_all_start_methods()
 _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("an int", _is_int, ("random_seed",)),
     (
@@ -46,7 +39,6 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         lambda value: value is None or _is_int(value, least=1),
         ("batch_size", "prefetch_factor"),
     ),
-    ("an int of at least 0", lambda value: _is_int(value, least=0), ("num_workers",)),
     ("a positive number of seconds or None", _is_seconds, ("worker_timeout",)),
     (
         "True or False",
@@ -54,35 +46,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         ("shuffle", "pin_memory", "drop_last", "debug_mode", "persistent_workers"),
     ),
     ("True or False", lambda value: isinstance(value, bool | None), ("is_distributed",)),
-    (
-        "callable or None",
-        lambda value: value is None or callable(value),
-        ("collate_fn", "worker_init_fn"),
-    ),
-    (f"a context, None or one of {_CONTEXTS}", _is_context, ("multiprocessing_context",)),
 )
 """What single options must be; :meth:`DataLoaderParams.check` adds what holds between them."""
-
-
-class LoaderOptions(TypedDict, total=False):
-    """The attributes of :class:`DataLoaderParams` as keyword arguments."""
-
-    random_seed: int
-    batch_size: int | None
-    shuffle: bool
-    num_workers: int
-    pin_memory: bool
-    drop_last: bool
-    debug_mode: bool
-    is_distributed: bool | None
-    sampler: ResumableSamplerType | None
-    collate_fn: Callable[[Any], Any] | None
-    persistent_workers: bool
-    prefetch_factor: int | None
-    multiprocessing_context: str | BaseContext | None
-    worker_init_fn: Callable[[int], Any] | None
-    batch_sampler: Iterable[Any] | None
-    worker_timeout: float | None
 
 
 @dataclasses.dataclass
@@ -137,13 +102,6 @@ class DataLoaderParams:
     def from_dict(cls, table: Mapping[str, Any]) -> DataLoaderParams:
         """Create the options from a dictionary; unknown keys and ``sampler`` are ignored."""
         known = {field.name for field in dataclasses.fields(cls)} - {"sampler"}
-        if table.get("sampler") is not None:
-            _LOGGER.warning(
-                "DataLoaderParams.from_dict ignores the key 'sampler'. Set the attribute sampler "
-                "of the result instead."
-            )
-        if unknown := sorted(set(table) - known - {"sampler"}):
-            _LOGGER.info("DataLoaderParams.from_dict ignores the unknown keys %s.", unknown)
         return cls(**{name: value for name, value in table.items() if name in known})
 
     def check(self) -> None:
@@ -163,20 +121,6 @@ class DataLoaderParams:
                     )
         self._check_order()
 
-    def warn_of_idle_options(self) -> None:
-        """Warn about each option that has no effect because of the others."""
-        if self.num_workers == 0 and not self.debug_mode:
-            for name, idle in _WORKER_OPTIONS.items():
-                if getattr(self, name) != idle:
-                    _LOGGER.warning(
-                        "DataLoaderParams(%s=...) has no effect with num_workers=0.", name
-                    )
-        if self.sampler is not None and self.shuffle:
-            _LOGGER.warning(
-                "DataLoaderParams(shuffle=True) has no effect together with a sampler, which "
-                "determines the order."
-            )
-
     def without_workers(self) -> DataLoaderParams:
         """Return a copy that fetches in the training process."""
         return dataclasses.replace(self, num_workers=0, **_WORKER_OPTIONS)
@@ -189,18 +133,8 @@ class DataLoaderParams:
                 "Derive it from one of them; any iterable of lists can be the batch_sampler "
                 "instead."
             )
-        if self.batch_size is None and self.drop_last:
-            raise ArgumentError(
-                "DataLoaderParams(drop_last=True) requires a batch_size, got batch_size=None, "
-                "which loads single samples. Remove drop_last."
-            )
         if self.batch_sampler is None:
             return
-        if not isinstance(self.batch_sampler, Iterable):
-            raise ArgumentError(
-                "DataLoaderParams(batch_sampler=...) must be an iterable of lists of indices, "
-                f"got {self.batch_sampler!r}."
-            )
         if self.batch_size != 1 or self.shuffle or self.drop_last or self.sampler is not None:
             raise ArgumentError(
                 "DataLoaderParams(batch_sampler=...) cannot be combined with batch_size, shuffle, "

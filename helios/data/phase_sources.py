@@ -15,19 +15,8 @@ from helios.data.keyed_source import KeyedSource
 from helios.data.loader import KeyedLoader
 from helios.data.source import LONE, Shard, Source
 from helios.data.steps import Steps, StepsSource
-from helios.data.stream import StreamLoader
-from helios.data.stream_source import StreamSource
+from helios.data.stream import StreamLoader, StreamSource
 from helios.errors import ArgumentError, ArgumentTypeError
-
-
-def _check_names(what: str, found: Mapping[Any, Any]) -> None:
-    """Check the names of several loaders; scores are named ``<score>/<name>``."""
-    for name in found:
-        if not isinstance(name, str) or not name or "/" in name:
-            raise ArgumentError(
-                f"The names of {what} must be non-empty strings without a slash, got {name!r}. "
-                "Rename it, because scores are named <score>/<name>."
-            )
 
 
 def open_sources(
@@ -50,8 +39,8 @@ def open_sources(
         share: the part of this process.
 
     Raises:
-        ArgumentError: if there is no loader, a loader has no batch, a name is invalid, or a loader
-            or sampler cannot be shared by the replicas of the run.
+        ArgumentError: if there is no loader, if one has no batch, or if a loader or sampler cannot
+            be shared by the replicas of the run.
         ArgumentTypeError: if a tuple is not ``(loader, sampler)``.
     """
     is_several = isinstance(found, list | Mapping)
@@ -68,11 +57,16 @@ def open_sources(
         if source.num_batches() == 0:
             where = f" in loader {name!r}" if is_several else ""
             raise ArgumentError(
-                f"The data of {label} must contain at least one batch{_of_each(share)}, got "
+                f"The data of {label} must contain at least one batch for each replica, got "
                 f"none{where}. Check the data set's length, the batch size and drop_last."
             )
         source.name, source.limit = name, limit
         sources.append(source)
+    if not sources:
+        raise ArgumentError(
+            f"The data of {label} must have at least one loader, got {found!r}. Use None if there "
+            "is no data."
+        )
     return sources
 
 
@@ -106,25 +100,14 @@ def open_source(
     return ExternalSource(loader, sampler, run_seed=run_seed, purpose=purpose, share=share)
 
 
-def _of_each(share: Shard) -> str:
-    is_several = share.pads and share.num_replicas > 1
-    return f" for each of the {share.num_replicas} replicas" if is_several else ""
-
-
 def _entries(found: Any, what: str) -> list[tuple[str, Any, Any]]:
     """Return name, loader and sampler of each loader."""
     if isinstance(found, Mapping):
-        _check_names(what, found)
-        named = list(found.items())
+        named = [(str(name), item) for name, item in found.items()]
     elif isinstance(found, list):
         named = [(str(number), item) for number, item in enumerate(found)]
     else:
         return [("", *_as_pair(found, what))]
-    if not named:
-        raise ArgumentError(
-            f"The list of {what} must contain at least one, got {found!r}. Use None if there is "
-            "no data."
-        )
     return [(name, *_as_pair(item, f"{what}, {name!r},")) for name, item in named]
 
 

@@ -16,7 +16,6 @@ from torch.utils.data import DistributedSampler, Sampler
 from helios.core import rng
 from helios.core.registry import Registry
 from helios.data.permutation import Permutation
-from helios.errors import ArgumentError
 
 _BLOCK = 4_096
 
@@ -30,15 +29,6 @@ class HasEpoch(Protocol):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, numbered from 0."""
         ...
-
-
-def _check_start(start_iter: int) -> int:
-    if start_iter < 0:
-        raise ArgumentError(
-            f"start_iter must be the number of a batch, from 0, got {start_iter}. "
-            "Set it to the number of batches to skip."
-        )
-    return start_iter
 
 
 def _ranges(start: int, stop: int) -> Iterator[list[int]]:
@@ -58,25 +48,17 @@ class ResumableSampler(Sampler[int], ABC):
 
     Attributes:
         epoch: the epoch of the next pass, from 0.
+        start_iter: the number of the first batch of a pass in your own loop.
         run_seed: seed of the order in a run; affects the order of the built-in samplers.
     """
 
     epoch: int = 0
     run_seed: int = 0
-    _start_iter: int = 0
+    start_iter: int = 0
 
     def __init__(self, batch_size: int = 1) -> None:
         super().__init__()
         self._batch_size = batch_size
-
-    @property
-    def start_iter(self) -> int:
-        """The number of the first batch of a pass."""
-        return self._start_iter
-
-    @start_iter.setter
-    def start_iter(self, value: int) -> None:
-        self._start_iter = _check_start(value)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, numbered from 0."""
@@ -158,7 +140,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
     """
 
     run_seed: int = 0
-    _start_iter: int = 0
+    start_iter: int = 0
 
     def __init__(
         self,
@@ -184,15 +166,6 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         whole = length - length % self.num_replicas if is_cut else length
         self.num_samples = -(-whole // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
-
-    @property
-    def start_iter(self) -> int:
-        """The number of the first batch of a pass."""
-        return self._start_iter
-
-    @start_iter.setter
-    def start_iter(self, value: int) -> None:
-        self._start_iter = _check_start(value)
 
     def blocks(self, start: int = 0) -> Iterator[list[int]]:
         """Iterate over the shard from a position, in lists."""

@@ -15,10 +15,8 @@ from typing import Any, NamedTuple, final
 
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from helios.data.keyed import Keyed, ask_twice, split_into_batches
-from helios.data.loader import KeyedLoader
-from helios.data.order import GlobalOrder, Order, Position
-from helios.data.replayed_sampler import samplers_in
+from helios.data.loader import Keyed, KeyedLoader, ask_twice, split_into_batches
+from helios.data.order import GlobalOrder, Order, Position, samplers_in
 from helios.data.samplers import has_whole_order
 from helios.data.source import Shard
 from helios.errors import ArgumentError

@@ -6,27 +6,24 @@ process fetches a batch.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch.utils.data import DataLoader
 
-from helios.errors import ArgumentError, UsageError
-from helios.protocols import Stateful
+from helios.core.utils import Stateful
+from helios.data.workers import WorkersLost
+from helios.distributed.collectives import get_global_rank
+from helios.errors import ArgumentError, UsageError, WorkerError
 from helios.storage.content_hash import Content
 
-
-class NoBatch(Enum):
-    """The type of :data:`NO_BATCH`."""
-
-    NO_BATCH = "NO_BATCH"
-
-
-NO_BATCH: Final = NoBatch.NO_BATCH
+_LOGGER = logging.getLogger(__name__)
+_MOST_LOSSES = 3
+NO_BATCH: Final = object()
 """The batch of a replica that has none in the last iteration of an evaluation."""
 
 
@@ -41,9 +38,6 @@ class Shard:
             end as PyTorch's ``DistributedSampler`` does (training). Otherwise each sample occurs
             once, and replicas may have a shorter batch or none in the last iteration (evaluation).
 
-    Raises:
-        ArgumentError: if the number is less than one, or the block is not a range of replicas.
-
     Example:
         >>> Shard(num_replicas=4, block=range(2, 4), pads=True).block
         range(2, 4)
@@ -52,25 +46,6 @@ class Shard:
     num_replicas: int
     block: range
     pads: bool
-
-    def __post_init__(self) -> None:
-        if type(self.num_replicas) is not int or self.num_replicas < 1:
-            raise ArgumentError(
-                f"Shard(num_replicas=...) must be a positive int, got {self.num_replicas!r}. Pass "
-                "the number of replicas of the run."
-            )
-        block = self.block
-        is_range = isinstance(block, range) and len(block) > 0 and block.step > 0
-        if not is_range or block[0] < 0 or block[-1] >= self.num_replicas:
-            raise ArgumentError(
-                f"Shard(block=...) must be a range of replicas from 0 to {self.num_replicas - 1}, "
-                f"got {block!r}. Pass the replicas of this process."
-            )
-        if not isinstance(self.pads, bool):
-            raise ArgumentError(
-                f"Shard(pads=...) must be True or False, got {self.pads!r}. Pass True for "
-                "training, False for evaluation."
-            )
 
 
 LONE: Final = Shard(num_replicas=1, block=range(1), pads=True)
@@ -161,11 +136,6 @@ class BatchIterator(ABC):
         """
         return None
 
-    @property
-    def replay_length(self) -> int:
-        """The number of steps of :meth:`catch_up`; 0 if the pass starts anywhere at once."""
-        return 0
-
     def catch_up(self) -> Iterator[None]:
         """Read again what is before the position, step by step.
 
@@ -182,27 +152,43 @@ class BatchIterator(ABC):
         """End the pass and workers that are not persistent; may be called again."""
 
 
-@final
-class _LimitedBatches(BatchIterator):
-    """The first batches of a pass."""
+class WrappedBatches(BatchIterator):
+    """Another pass, which may end earlier.
 
-    def __init__(self, batches: BatchIterator, num_left: int) -> None:
+    Args:
+        batches: the pass.
+    """
+
+    def __init__(self, batches: BatchIterator) -> None:
         self._batches = batches
-        self._num_left = num_left
 
     @property
     def sizes(self) -> Sequence[int] | None:
-        """As without a limit."""
+        """As in the other pass."""
         return self._batches.sizes
-
-    @property
-    def replay_length(self) -> int:
-        """As without a limit."""
-        return self._batches.replay_length
 
     def catch_up(self) -> Iterator[None]:
         """Read again what is before the position."""
         return self._batches.catch_up()
+
+    def _describe(self) -> None:
+        """Take over what the other pass says of its last iteration."""
+        self.num_samples, self.indices = self._batches.num_samples, self._batches.indices
+        self.skipped, self.contents = self._batches.skipped, self._batches.contents
+        self.repeats, self.is_last = self._batches.repeats, self._batches.is_last
+
+    def close(self) -> None:
+        """End the pass and workers that are not persistent."""
+        self._batches.close()
+
+
+@final
+class _LimitedBatches(WrappedBatches):
+    """The first batches of a pass."""
+
+    def __init__(self, batches: BatchIterator, num_left: int) -> None:
+        super().__init__(batches)
+        self._num_left = num_left
 
     def __next__(self) -> Any:
         if self._num_left <= 0:
@@ -210,34 +196,118 @@ class _LimitedBatches(BatchIterator):
             raise StopIteration
         batch = next(self._batches)
         self._num_left -= 1
-        self.num_samples, self.indices = self._batches.num_samples, self._batches.indices
-        self.skipped, self.contents = self._batches.skipped, self._batches.contents
-        self.repeats = self._batches.repeats
-        self.is_last = self._batches.is_last or self._num_left == 0
+        self._describe()
+        self.is_last |= self._num_left == 0
         return batch
 
     def close(self) -> None:
         """End the pass and workers that are not persistent."""
         self._num_left = 0
-        self._batches.close()
+        super().close()
 
 
 @final
-class NoBatches(BatchIterator):
-    """Placeholder for a pass that was not started.
+class _HealedBatches(WrappedBatches):
+    """A pass that is opened again at its next batch if its workers are lost, as by a resume.
 
-    Args:
-        what: name of the pass in the error message.
+    Where a source can, one worker then fetches some batches, one at a time: so the batch is known
+    that a worker dies of, and one that dies after a few batches gets further each time.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(
+        self,
+        source: Source,
+        start: Callable[[int, int], BatchIterator],
+        place: tuple[int, int, int],
+    ) -> None:
+        self._source, self._start = source, start
+        self._epoch, self._batch, self._sample = place
+        self._num_alone = 0
+        self._losses: list[str] = []
+        super().__init__(self._open())
+
+    def _open(self) -> BatchIterator:
+        while True:
+            try:
+                return self._start(self._batch, self._sample)
+            except WorkersLost as loss:  # persistent ones, between two passes
+                self._note(loss)
+
+    def catch_up(self) -> Iterator[None]:
+        """Read again what is before the position."""
+        while True:
+            try:
+                yield from self._batches.catch_up()
+            except WorkersLost as loss:
+                self._open_again(loss)
+            else:
+                return
 
     def __next__(self) -> Any:
-        raise UsageError(f"{self._what} is not available, because the epoch was not started.")
+        while True:
+            try:
+                batch = next(self._batches)
+            except WorkersLost as loss:
+                self._open_again(loss)
+            else:
+                break
+        self._losses, self._source.has_lost = [], False
+        self._describe()
+        self._batch += self.skipped[0] + 1
+        self._sample += self.skipped[1] + self.num_samples
+        if self._num_alone and not self.is_last:
+            self._num_alone -= 1
+            if not self._num_alone:
+                self._start_workers()
+        return batch
 
-    def close(self) -> None:
-        """Do nothing."""
+    def _open_again(self, loss: WorkersLost) -> None:
+        """Go on at the next batch after a loss.
+
+        Raises:
+            WorkerError: if the pass cannot begin there, or if workers were lost too often.
+        """
+        source = self._source
+        if isinstance(source.resumes_by, CannotResume):
+            kind = type(source.loader).__name__
+            raise WorkerError(
+                f"The workers of a {kind} must not die: {loss}. Helios cannot fetch its batches "
+                f"again, because only the {kind}, which has no state, knows them; that of "
+                f"create_dataloader would go on with new workers. {source.resumes_by.remedy}"
+            ) from loss
+        self._note(loss)
+        self._num_alone = source.num_alone
+        self._start_workers()
+
+    def _note(self, loss: WorkersLost) -> None:
+        """Log that workers were lost.
+
+        Raises:
+            WorkerError: for the third time without a batch between.
+        """
+        self._losses.append(str(loss))
+        self._source.has_lost = True
+        if len(self._losses) == _MOST_LOSSES:
+            epoch, batch = self._epoch, self._batch
+            samples = self._source.indices(epoch, batch=batch, sample=self._sample)
+            raise WorkerError(
+                f"Loader workers were lost {_MOST_LOSSES} times without a batch between: "
+                f"{'; '.join(self._losses)}. They did not fetch batch {batch} of epoch {epoch + 1} "
+                f"with the samples {samples or '(unknown)'}. See why with num_workers=0 under "
+                "python -X faulthandler; if it just takes long, raise worker_timeout."
+            ) from loss
+        # Ranks other than 0 show errors only.
+        level = logging.ERROR if get_global_rank() else logging.WARNING
+        # As text: who keeps the record must not keep the pass that the error leads to.
+        _LOGGER.log(level, "%s. New workers take their place.", str(loss))
+
+    def _start_workers(self) -> None:
+        # Before the pass is closed: an iterator may hold the state.
+        state = self._source.state_dict()
+        self._batches.close()
+        if state:
+            self._source.load_state_dict(state)
+        self._batches = self._open()
 
 
 class Source(ABC):
@@ -248,14 +318,18 @@ class Source(ABC):
         limit: maximum number of batches of a pass, with skipped ones; ``None`` for all.
         loader: the loader.
         resumes_by: how a pass starts in the middle, if it can.
+        has_lost: whether workers were lost, and no batch came since then.
+        num_alone: how many batches one worker then fetches, one at a time; 0 for none.
     """
 
     name: str = ""
     limit: int | None = None
     loader: Any
     resumes_by: ResumesBy = ByPosition()
+    num_alone: int = 0
 
     def __init__(self) -> None:
+        self.has_lost = False
         self._skipped: dict[int, frozenset[int]] = {}
 
     @property
@@ -289,17 +363,6 @@ class Source(ABC):
         """Whether the passes of all processes always end in the same iteration."""
         return True
 
-    def count_unused(self) -> tuple[int, bool] | None:
-        """Count the samples of this process that the pass that ends now leaves unused.
-
-        It ends with the shortest part. Call it before the pass is closed.
-
-        Returns:
-            Their number, and whether these are all; ``None`` if every pass uses all samples or has
-            a limit, or if they were counted in an earlier one.
-        """
-        return None
-
     @property
     def state_is_per_process(self) -> bool:
         """Whether :meth:`state_dict` differs between processes."""
@@ -328,7 +391,14 @@ class Source(ABC):
             reads_content: whether to read the content of each batch where it is fetched, if
                 possible.
         """
-        batches = self._start(epoch, batch, sample, reads_content=reads_content)
+
+        def start(batch: int, sample: int) -> BatchIterator:
+            return self._start(epoch, batch, sample, reads_content=reads_content)
+
+        if self.description.get("num_workers"):
+            batches: BatchIterator = _HealedBatches(self, start, (epoch, batch, sample))
+        else:
+            batches = start(batch, sample)
         if self.limit is None:
             return batches
         whole = self._count_batches(batch, sample)
@@ -386,9 +456,7 @@ class Source(ABC):
         """Return the indices of one iteration in a pass without a limit."""
         return None
 
-    def fetch_again(
-        self, epoch: int, batch: int, times: int = 1
-    ) -> list[tuple[list[Any], list[Content]]] | None:
+    def fetch_again(self, epoch: int, batch: int) -> tuple[list[Any], list[Content]] | None:
         """Fetch the batches of one iteration once more, beside any pass.
 
         The data set changes as by any fetch; nothing else does.
@@ -396,11 +464,10 @@ class Source(ABC):
         Args:
             epoch: number of the pass, from 0.
             batch: number of the iteration, from 0.
-            times: how often, one right after the other.
 
         Returns:
-            For each time the indices of the samples and what was read, for each replica of this
-            process; ``None`` if only a pass from its beginning would fetch them.
+            The indices of the samples and what was read, for each replica of this process;
+            ``None`` if only a pass from its beginning would fetch them.
         """
         return None
 
@@ -412,24 +479,15 @@ class Source(ABC):
             numbers: numbers of batches, from 1, over all epochs, with skipped ones.
 
         Raises:
-            ArgumentError: if the source cannot skip, or if nothing would be left of an epoch.
+            ArgumentError: if the source cannot skip.
         """
-        if not numbers:
-            return
-        length = self.num_batches()
-        if length is None and not self.is_endless:
+        if numbers and self.num_batches() is None and not self.is_endless:
             raise ArgumentError(
                 "Trainer(skip_batches=...) must be omitted with data of unknown length: the length "
                 "of an epoch says which batch has a number. Give the batch sampler a __len__."
             )
-        places = [self.place_of(number) for number in numbers]
-        self.skip(places)
-        for epoch, _ in places:
-            if self.count_skipped(epoch) == length:
-                raise ArgumentError(
-                    "Trainer(skip_batches=...) must leave at least one batch of each epoch, but "
-                    f"names all {length} of epoch {epoch + 1}. Skip fewer."
-                )
+        if numbers:
+            self.skip([self.place_of(number) for number in numbers])
 
     @final
     def place_of(self, number: int) -> tuple[int, int]:

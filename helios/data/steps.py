@@ -86,12 +86,6 @@ class StepsSource(Source):
     def _count_batches(self, batch: int, sample: int) -> int | None:
         return self.loader.n
 
-    def _find_indices(self, epoch: int, batch: int, sample: int) -> list[Any] | None:
-        if self.loader.n is not None and batch >= self.loader.n:
-            return None
-        everybody = Shard(self._share.num_replicas, range(self._share.num_replicas), pads=True)
-        return next(_Numbers(everybody, self.loader.n, None, (epoch, batch)))
-
     @property
     def _can_skip(self) -> bool:
         return True

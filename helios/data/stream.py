@@ -1,4 +1,4 @@
-"""A stream that can be sharded: each replica reads a part of its own, in any process.
+"""Streams: data that can only be read one sample after the other, in a part for each replica.
 
 Parts are read batch by batch, in the training process or in a worker. A worker reads whole parts,
 so what a part returns does not depend on the number of workers. Every item of a worker holds one
@@ -9,25 +9,46 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch import get_num_threads
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
 from torch.utils.data._utils import worker as torch_worker
 
 from helios.core import rng
-from helios.core.utils import read_signature
+from helios.core.utils import Stateful
+from helios.data.fingerprint import describe_class, find_fingerprint
 from helios.data.order import Position
 from helios.data.params import DataLoaderParams
 from helios.data.samplers import HasEpoch
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.protocols import Stateful
+from helios.data.source import (
+    LONE,
+    NO_BATCH,
+    BatchIterator,
+    Shard,
+    Source,
+    pin,
+    run_on_one_thread,
+)
+from helios.data.workers import Parcel, WorkerItems
+from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
 
 _LOGGER = logging.getLogger(__name__)
-_REPLAY_STEPS = 100
-"""Into how many steps a replay is divided, to show its progress."""
+_REPLAYED_AT_ONCE = 64
+"""Batches of a step of a replay, after each of which the run gets on."""
+_PARTS = "parts"
+_ANY_KEY = 0
+"""What generators are seeded from while they are kept: each read seeds them again."""
 
 
 @runtime_checkable
@@ -37,13 +58,6 @@ class Shardable(Protocol):
     def shard(self, num_shards: int, index: int) -> Iterable[Any]:
         """Return a part, numbered from 0, of ``num_shards`` disjoint ones."""
         ...
-
-
-@runtime_checkable
-class _CountsShards(Protocol):
-    """A shardable that says into how many parts it can be divided."""
-
-    num_shards: int
 
 
 @final
@@ -63,17 +77,14 @@ class Stream(IterableDataset[Any]):
     Args:
         source: an object with ``shard(num_shards, index)``, or a function that takes index and
             number of a part and returns an iterable over its samples.
-        replay: whether to read the epoch again even if parts have a state.
 
     Raises:
-        ArgumentTypeError: if the source is neither, or a function of other parameters.
+        ArgumentTypeError: if the source is neither.
     """
 
     def __init__(
         self,
         source: Shardable | Callable[[int, int], Iterable[Any]],
-        *,
-        replay: bool = False,
     ) -> None:
         if not isinstance(source, Shardable) and not callable(source):
             raise ArgumentTypeError(
@@ -82,67 +93,18 @@ class Stream(IterableDataset[Any]):
                 f"{type(source).__name__}. Pass lambda index, count: ..., which reads every "
                 "count-th file."
             )
-        if not isinstance(source, Shardable):
-            _check_parameters(source)
-        if not isinstance(replay, bool):
-            raise ArgumentTypeError(
-                f"Stream(replay=...) must be True or False, got {replay!r}. Omit it for False."
-            )
         self.source = source
-        self.replay = replay
 
     def open(self, index: int, count: int, epoch: int) -> Iterable[Any]:
-        """Return one of ``count`` parts for an epoch.
-
-        Raises:
-            ArgumentTypeError: if the source returns something else than an iterable.
-        """
+        """Return one of ``count`` parts for an epoch."""
         source = self.source
         part = source.shard(count, index) if isinstance(source, Shardable) else source(index, count)
-        if not isinstance(part, Iterable) and not callable(getattr(part, "__getitem__", None)):
-            raise ArgumentTypeError(
-                "Stream(source=...) must return an iterable over the samples of a part, got "
-                f"{part!r} for part {index} of {count}. Return one, or yield the samples."
-            )
         if isinstance(part, HasEpoch):
             part.set_epoch(epoch)
         return part
 
-    def check_shards(self, count: int) -> None:
-        """Check that there is a part for each replica, as far as the source says.
-
-        Raises:
-            ArgumentError: if there are fewer.
-        """
-        source = self.source
-        if isinstance(source, _CountsShards) and source.num_shards < count:
-            raise make_shard_error(source.num_shards, count)
-
     def __iter__(self) -> Iterator[Any]:
         return iter(self.open(0, 1, 0))
-
-
-def _check_parameters(source: Callable[[int, int], Iterable[Any]]) -> None:
-    try:
-        signature = read_signature(source)
-    except ValueError:  # Some built-in functions have none.
-        return
-    try:
-        signature.bind(0, 1)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            "Stream(source=...) must be a function that takes index and number of a part, but it "
-            f"takes {signature}. Correct its parameters."
-        ) from error
-
-
-def make_shard_error(found: int, count: int) -> ArgumentError:
-    """Return the error for fewer parts than replicas."""
-    return ArgumentError(
-        f"A Stream must have a shard for each of the {count} replicas, got {found}. Write the data "
-        f"to at least {count} files, reduce num_replicas, or shard a Hugging Face stream further "
-        "(reshard, or to_iterable_dataset(num_shards=...))."
-    )
 
 
 class Read(NamedTuple):
@@ -186,21 +148,16 @@ class StreamPlan:
     states: dict[int, Any]
     keeps_state: bool
 
-    @property
-    def num_replayed(self) -> int:
-        """How many samples of a replica are before the position."""
-        return self.position.sample // self.num_replicas
-
     def cut_replay(self) -> list[int]:
         """Return the samples of a replica in each step of a replay; empty if there is none.
 
         All but the last step consist of whole batches, each of which is seeded.
         """
-        count, size = self.num_replayed, self.batch_size or 1
-        if len(self.states) == self.num_replicas or not count:
+        count, size = self.position.sample // self.num_replicas, self.batch_size or 1
+        if len(self.states) == self.num_replicas:
             return []
-        bounds = [count * step // _REPLAY_STEPS // size * size for step in range(_REPLAY_STEPS)]
-        return [stop - start for start, stop in pairwise([*bounds, count])]
+        step = _REPLAYED_AT_ONCE * size
+        return [min(step, count - first) for first in range(0, count, step)]
 
 
 @final
@@ -226,11 +183,6 @@ class StreamLoader(DataLoader[Any]):
             raise ArgumentError(
                 "DataLoaderParams(is_distributed=False) cannot be used with a Stream, which has a "
                 "part for each replica. Let Stream(lambda index, count: ...) return all samples."
-            )
-        if params.persistent_workers:
-            _LOGGER.warning(
-                "DataLoaderParams(persistent_workers=True) has no effect with a Stream, whose "
-                "workers end with each epoch."
             )
         # Without workers, about whose number PyTorch would warn: a pass may start fewer.
         super().__init__(stream, batch_size=params.batch_size, collate_fn=params.collate_fn)
@@ -323,3 +275,260 @@ class _Part:
             is_over = len(samples) < self._size
             state = {"state": copy.deepcopy(self._part.state_dict()), "is_over": is_over}
         return Read(batch, state, len(samples))
+
+
+@final
+class StreamSource(Source):
+    """The data of a stream, each replica with a part of its own.
+
+    Args:
+        loader: the loader.
+        run_seed: seed of the run.
+        purpose: name of the random streams of fetching.
+        share: the part of this process.
+
+    Attributes:
+        uses_state: whether a resume restores the states of parts, instead of a replay.
+    """
+
+    loader: StreamLoader
+
+    def __init__(
+        self,
+        loader: StreamLoader,
+        run_seed: int,
+        purpose: str,
+        share: Shard = LONE,
+    ) -> None:
+        super().__init__()
+        self.loader = loader
+        self.share = share
+        self.uses_state = False
+        self._position = Position(run_seed=run_seed, purpose=purpose)
+        self._states: dict[int, Any] = {}
+        self._pass: _StreamBatches | None = None
+
+    def _describe(self) -> dict[str, Any]:
+        params, source = self.loader.params, self.loader.stream.source
+        return {
+            "dataset": f"Stream({describe_class(source)})",
+            "fingerprint": find_fingerprint(source),
+            "batch_size": params.batch_size,
+            "drop_last": params.drop_last,
+            "seed": params.random_seed,
+            "num_workers": params.num_workers,
+        }
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether this process runs all replicas, so that it sees the end of each part."""
+        return len(self.share.block) == self.share.num_replicas
+
+    def find_stateful(self) -> str:
+        """Return the class of the parts if they have a state; opens one to find out.
+
+        The result is empty if they have none.
+        """
+        stream, share = self.loader.stream, self.share
+        with rng.stream(self._position.order_key()):
+            part = stream.open(share.block.start, share.num_replicas, 0)
+        return type(part).__qualname__ if isinstance(part, Stateful) else ""
+
+    @property
+    def state_is_per_replica(self) -> bool:
+        """Always True."""
+        return True
+
+    def for_trial(self) -> StreamSource:
+        """Return the data of one replica, read in this process, with the states of its part."""
+        params = self.loader.params.without_workers()
+        loader = StreamLoader(self.loader.stream, params, {})
+        share = replace(self.share, block=self.share.block[:1])
+        position = self._position
+        source = StreamSource(loader, position.run_seed, position.purpose, share)
+        source.uses_state = True
+        return source
+
+    def _start(self, epoch: int, batch: int, sample: int, *, reads_content: bool) -> BatchIterator:
+        loader, params = self.loader, self.loader.params
+        states, self._states = self._states if batch else {}, {}
+        collate = params.collate_fn or (default_collate if params.batch_size else default_convert)
+        plan = StreamPlan(
+            stream=loader.stream,
+            seed=params.random_seed,
+            num_replicas=self.share.num_replicas,
+            batch_size=params.batch_size,
+            drop_last=params.drop_last,
+            collate=collate,
+            position=replace(self._position, epoch=epoch, batch=batch, sample=sample),
+            states=states,
+            keeps_state=self.uses_state,
+        )
+        if plan.cut_replay() and not states:
+            _LOGGER.info(
+                "The stream has no state to restore: epoch %d is read again up to its position, %d "
+                "samples of each replica.",
+                epoch + 1,
+                sum(plan.cut_replay()),
+            )
+        self._pass = _StreamBatches(loader, plan, self.share)
+        return self._pass
+
+    def _count_batches(self, batch: int, sample: int) -> int | None:
+        """Return ``None``: only reading shows where a stream ends."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each part after the last iteration.
+
+        These are the parts of the replicas of this process; :meth:`join_states` joins those of all.
+        """
+        if self._pass is None:
+            return {}
+        states = {str(replica): state for replica, state in self._pass.states.items()}
+        return {_PARTS: states} if self.uses_state and states else {}
+
+    def holds_states(self, state_dict: dict[str, Any]) -> bool:
+        """Whether a resume from a state restores the states of parts."""
+        return bool(state_dict.get(_PARTS))
+
+    def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of all parts."""
+        parts = {name: part for state in states for name, part in state.get(_PARTS, {}).items()}
+        return {**states[0], _PARTS: parts} if parts else states[0]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned, of all replicas.
+
+        Raises:
+            StateError: if it is the state of another loader.
+        """
+        if not state_dict.keys() <= {_PARTS}:
+            raise StateError(
+                "The state of the loader in the checkpoint is not that of a Stream: it contains "
+                f"{sorted(state_dict)}. Use the data that the run was started with."
+            )
+        self.uses_state = self.holds_states(state_dict)
+        parts = state_dict[_PARTS] if self.uses_state else {}
+        self._states = {int(replica): state for replica, state in parts.items()}
+
+    def close(self) -> None:
+        """Do nothing: workers end with their pass."""
+
+
+@final
+class _StreamBatches(BatchIterator):
+    """One pass.
+
+    Attributes:
+        states: states of the parts after the last iteration, by replica.
+    """
+
+    def __init__(self, loader: StreamLoader, plan: StreamPlan, share: Shard) -> None:
+        self.num_samples = share.num_replicas * (plan.batch_size or 1)
+        self.states = {each: plan.states[each] for each in share.block if each in plan.states}
+        self._share = share
+        self._num_before = plan.position.batch
+        self._is_closed = False
+        self._num_workers = min(loader.params.num_workers, len(share.block))
+        self._num_readers = max(1, self._num_workers)
+        # The replicas of each reader, each of which reads whole parts.
+        self._deals = [share.block[each :: self._num_readers] for each in range(self._num_readers)]
+        self._dealt = [replica for deal in self._deals for replica in deal]
+        self._loader, self._plan = loader, plan
+        self._items = self._open()
+        self._pins = bool(loader.options.get("pin_memory")) and not self._num_workers
+        self._replay = deque(plan.cut_replay())
+        self._following: list[Read | None] | None = None
+        self._is_begun = False
+        self._sizes: list[int] = []
+
+    @property
+    def sizes(self) -> Sequence[int] | None:
+        """The samples of each batch."""
+        return self._sizes
+
+    def catch_up(self) -> Iterator[None]:
+        """Read the epoch again up to the position."""
+        while self._replay:
+            # The hooks that follow must draw the same numbers as in a run that was not interrupted.
+            with rng.stream(_ANY_KEY):
+                self._read_each()
+            self._replay.popleft()
+            yield
+
+    def __next__(self) -> Any:
+        if self._is_closed:
+            raise StopIteration
+        if self._is_begun:
+            return self._advance()
+        self._is_begun = True
+        deque(self.catch_up(), maxlen=0)
+        # A run that resumes at the end of an epoch has nothing left to read, and hooks follow.
+        with rng.stream(_ANY_KEY):
+            self._following = self._read()
+            if self._following is None and self._num_before == 0 and self._share.pads:
+                raise ArgumentError(
+                    "The part of a Stream for each replica must contain at least one batch, but "
+                    f"that of one of the replicas {list(self._share.block)} contains none. Divide "
+                    f"the data into at least {self._share.num_replicas} non-empty shards, or "
+                    "reduce num_replicas or batch_size."
+                )
+            return self._advance()
+
+    def _advance(self) -> list[Any]:
+        found = self._following
+        if found is None:
+            self.close()
+            raise StopIteration
+        # First, as the states stay those before this iteration if workers are lost.
+        following = self._read()
+        pairs = list(zip(self._share.block, found, strict=True))
+        self.states = {replica: each.state for replica, each in pairs if each is not None}
+        self._sizes = [each.size for each in found if each is not None]
+        self._following, self.is_last = following, following is None
+        return [NO_BATCH if each is None else each.batch for each in found]
+
+    def _open(self) -> Iterator[Any]:
+        """Return the items of all readers in turn."""
+        reader, loader = StreamReader(self._plan, self._deals), self._loader
+        if not self._num_workers:
+            return iter(reader)
+        options = {**loader.options, "num_workers": self._num_workers, "persistent_workers": False}
+        workers: DataLoader[Any] = DataLoader(
+            reader, batch_size=None, **{**options, "collate_fn": Parcel}
+        )
+        timeout = loader.params.worker_timeout
+        return WorkerItems(lambda: iter(workers), workers, timeout)
+
+    def close(self) -> None:
+        """End the pass and its workers."""
+        if isinstance(self._items, WorkerItems):
+            self._items.close()
+        self._items, self._is_closed = iter(()), True
+
+    def _read(self) -> list[Read | None] | None:
+        """Read the next iteration; ``None`` after the last one.
+
+        In training it ends with the first part that ends, otherwise with the last one.
+        """
+        found = dict(zip(self._dealt, chain.from_iterable(self._read_each()), strict=True))
+        reads = [found[replica] for replica in self._share.block]
+        ends = [each is None for each in reads]
+        if any(ends) if self._share.pads else all(ends):
+            return None
+        return reads
+
+    def _read_each(self) -> list[Any]:
+        return [self._take() for _ in range(self._num_readers)]
+
+    def _take(self) -> Any:
+        if self._num_workers or get_num_threads() == 1:
+            if isinstance(self._items, WorkerItems):
+                # A step of a replay reads many batches.
+                timeout = self._loader.params.worker_timeout
+                self._items.timeout = None if self._replay else timeout
+            item = next(self._items)
+        else:
+            item = run_on_one_thread(next, self._items)
+        return pin(item) if self._pins else item

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import multiprocessing
 import os
 import pickle
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
@@ -30,21 +28,16 @@ from torch.utils.data import DataLoader
 
 from helios.core import rng
 from helios.core.signal_watch import describe_exit, ignore_signals, noted_signals
-from helios.distributed.collectives import get_global_rank
 from helios.errors import WorkerError
-from helios.text import size_text
 
-_LOGGER = logging.getLogger(__name__)
 _INTERVAL = 0.5
 """Seconds between two looks at the workers of a pass."""
 _GRACE, _PAUSE = 5.0, 0.01
 _ZEROS = bytes(512)
 """As many as a pipe that has room always takes."""
-_MOST_FAILURES = 3
-REMEDY = "See why with num_workers=0 under python -X faulthandler, or raise the timeout."
 
 
-class WorkersLost(Exception):  # noqa: N818 - it is handled by opening the pass again
+class WorkersLost(WorkerError):  # noqa: N818 - it is handled by opening the pass again
     """Workers died, or did not answer; the text says which."""
 
 
@@ -89,10 +82,12 @@ class WorkerItems(Iterator[Any]):
         begin: makes the iterator, and starts its workers.
         loader: whose workers they are.
         timeout: seconds without an item after which they are lost; ``None`` for never.
-        failures: those of the pass; persistent workers may have been lost before it.
 
     Attributes:
         timeout: as given; it may be changed.
+
+    Raises:
+        WorkersLost: if persistent workers were lost before.
     """
 
     def __init__(
@@ -100,7 +95,6 @@ class WorkerItems(Iterator[Any]):
         begin: Callable[[], Iterator[Any]],
         loader: DataLoader[Any],
         timeout: float | None,
-        failures: Failures,
     ) -> None:
         self.timeout = timeout
         self._loader = loader
@@ -115,11 +109,10 @@ class WorkerItems(Iterator[Any]):
             watch.start()
         try:
             self._items = self._wait(lambda: _begin(begin))
-        except WorkersLost as loss:
+        except WorkersLost:
             # Persistent ones, before this pass.
-            end_workers(loader, self._items)
-            failures.add(loss, "New workers take their place.")
-            self._lost, self._items = "", _begin(begin)
+            self.close()
+            raise
         # Not before: Python warns of a fork beside threads.
         if not watch.is_alive() and _workers_of(self._items):
             watch.start()
@@ -275,48 +268,7 @@ def _describe_deaths(workers: Sequence[BaseProcess]) -> str:
     failed = [each for each in dead if each.exitcode] or dead
     ends = [f"process {each.pid} {describe_exit(each.exitcode or 0)}" for each in failed]
     who = "A loader worker" if len(ends) == 1 else "Loader workers"
-    return f"{who} died: {'; '.join(ends)}{_describe_memory()}" if ends else ""
-
-
-def _describe_memory() -> str:
-    file = Path("/proc/meminfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return f" ({size_text(int(found[0]) * 1024)} of memory is available)" if found else ""
-
-
-@final
-class Failures:
-    """How often workers were lost in a row, without a batch between."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-
-    def add(self, loss: WorkersLost, then: str, *, remedy: str = REMEDY) -> None:
-        """Log that workers were lost, and what happens now.
-
-        Args:
-            loss: how.
-            then: a sentence on what happens now.
-            remedy: what to do if this is the third time.
-
-        Raises:
-            WorkerError: then.
-        """
-        self._texts.append(str(loss))
-        if len(self._texts) == _MOST_FAILURES:
-            raise WorkerError(
-                f"Loader workers were lost {_MOST_FAILURES} times without a batch between: "
-                f"{'; '.join(self._texts)}. {remedy}"
-            ) from loss
-        # Ranks other than 0 show errors only.
-        level = logging.ERROR if get_global_rank() else logging.WARNING
-        # As text: who keeps the record must not keep the pass that the error leads to.
-        _LOGGER.log(level, "%s. %s", str(loss), then)
-
-    def clear(self) -> None:
-        """Note that a batch came."""
-        self._texts.clear()
+    return f"{who} died: {'; '.join(ends)}" if ends else ""
 
 
 @final

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
-from helios.core.foreach import foreach
 from helios.core.sharded_tensors import local_of
-from helios.core.utils import parameters_of
+from helios.core.utils import foreach, parameters_of
 from helios.engines.device import device_of_rank, select_gpus
 from helios.engines.precision import LossScaler, Precision, check_precision
 from helios.engines.standalone import StandaloneEngine

@@ -1,27 +1,28 @@
-"""The bus: the receivers of every event, found once, so that unused events cost nothing.
+"""How Helios calls what users write: the bus, with the receivers of every event, and overrides.
 
-``emit`` calls all receivers, ``ask`` returns True if any of them does, and ``transform`` passes a
-batch through the one plugin that processes it.
+The receivers are found once, so that unused events cost nothing: ``emit`` calls all of them,
+``ask`` returns True if any of them does, and ``transform`` passes a batch through the one plugin
+that processes it. What users override in loops and engines is checked before anything calls it,
+because parameters that do not fit fail in the middle of a run.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from types import FunctionType
+from typing import Any, Protocol, runtime_checkable
 
 from helios.core.utils import read_signature
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.hooks.events import EVENTS, Event, Receiver, Verb, find_after_base, is_silent, may_ask
+from helios.hooks.events import EVENTS, Event, Receiver, Verb, is_silent, may_ask
 
 _LOGGER = logging.getLogger(__name__)
-_WHATEVER = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-
-_Form: TypeAlias = tuple[int, tuple[str, ...]] | None
-"""How many arguments of an event a method takes by position, and the names of those that it takes
-by name; ``None`` if it takes all of them by position."""
+_OURS = ("helios", "torch")
+# Called with all that they take, also with what has a default.
+_CALLED_IN_FULL = "backward_loss"
 
 
 @runtime_checkable
@@ -41,23 +42,8 @@ def owner_name(owner: object) -> str:
 
 
 def overridden(owner: object, event: Event) -> Callable[..., Any] | None:
-    """Return the method with which an object receives an event, or ``None`` if it does not.
-
-    If that method is the empty one of a base class, the next definition after it counts: that of a
-    mixin, or what ``__getattr__`` of the class returns.
-    """
+    """Return the method with which an object receives an event, or ``None`` if it does not."""
     method: Callable[..., Any] | None = getattr(owner, event.name, None)
-    if method is None or not is_silent(method):
-        return method
-    return find_after_base(owner, event.name) or _find_dynamically(owner, event.name)
-
-
-def _find_dynamically(owner: object, name: str) -> Callable[..., Any] | None:
-    find = getattr(type(owner), "__getattr__", None)
-    try:
-        method: Callable[..., Any] | None = None if find is None else find(owner, name)
-    except AttributeError:
-        return None
     return None if method is None or is_silent(method) else method
 
 
@@ -113,96 +99,50 @@ def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable
     """Return the method as a callable that takes the event's arguments by position.
 
     Raises:
-        ArgumentTypeError: as :func:`_find_form`.
-    """
-    form = _find_form(owner, method, event)
-    if form is None:
-        return method
-    count, names = form
-    if not names:
-        return lambda *args: method(*args[:count])
-    everything = event.parameters + event.optional
-    by_name = [(name, everything.index(name)) for name in names]
-    # An optional argument is not always passed.
-    return lambda *args: method(
-        *args[:count], **{name: args[place] for name, place in by_name if place < len(args)}
-    )
-
-
-def _find_form(owner: object, method: Callable[..., Any], event: Event) -> _Form:
-    """Return how a method takes the arguments of an event.
-
-    Raises:
         ArgumentTypeError: if the parameters of the method differ from those of the event, or if a
             call would not run its body.
     """
     place = f"{type(owner).__name__}.{event.name}"
     signature = signature_of(place, method, may_yield=event.name == "train_step")
     everything = event.parameters + event.optional
-    for names in (event.parameters, event.required):
-        in_place = _count_in_place(signature, names, everything)
-        if in_place is None:
-            continue
-        if event.optional and _takes_by_name(signature, event.optional):
-            whole = names + event.optional
-            in_place_whole = _count_in_place(signature, whole, everything)
-            if in_place_whole is not None:
-                # By position come those that nothing left out stands before.
-                most = len(whole if names == event.parameters else names)
-                names, in_place = whole, min(in_place_whole, most)
-        return None if in_place == len(everything) else (in_place, names[in_place:])
-    raise _make_parameter_error(place, signature, event)
-
-
-def _make_parameter_error(
-    place: str, signature: inspect.Signature, event: Event
-) -> ArgumentTypeError:
+    for names in (everything, event.parameters, event.required + event.optional, event.required):
+        places = [everything.index(name) for name in names]
+        if _takes_in_place(signature, names, event):
+            if names == everything:
+                return method
+            return lambda *args: method(*(args[n] for n in places if n < len(args)))
+        if _accepts(signature, (), names, event):
+            return lambda *args: method(**{everything[n]: args[n] for n in places if n < len(args)})
     may = [f"may leave out {', '.join(event.omittable)}"] if event.omittable else []
-    may += [f"may take {', '.join(event.optional)}"] if event.optional else []
+    may += [f"may take {name}=0" for name in event.optional]
     wanted = ", ".join([f"({', '.join(event.parameters)})", *may])
-    remedy = "Correct the parameters of the method."
+    raise ArgumentTypeError(
+        f"{place} must take {wanted}, but takes {signature}. Correct the parameters of the method."
+    )
+
+
+def _takes_in_place(signature: inspect.Signature, names: tuple[str, ...], event: Event) -> bool:
+    """Whether a method takes arguments by position, none of them in the place of another one."""
     everything = event.parameters + event.optional
-    if any(
-        _count_in_place(signature, names + event.optional, everything) is not None
-        for names in (event.parameters, event.required)
-    ):
-        defaults = ", ".join(f"{name}=0" for name in event.optional)
-        remedy = f"They are not always passed; give them a default: {defaults}."
-    return ArgumentTypeError(f"{place} must take {wanted}, but takes {signature}. {remedy}")
-
-
-def _takes_by_name(signature: inspect.Signature, names: tuple[str, ...]) -> bool:
-    """Whether a method takes arguments by their names, or any keyword arguments."""
-    found = signature.parameters
-    takes_all = {parameter.kind for parameter in found.values()} & _WHATEVER
-    return bool(takes_all) or all(name in found for name in names)
-
-
-def _count_in_place(
-    signature: inspect.Signature, names: tuple[str, ...], everything: tuple[str, ...]
-) -> int | None:
-    """Return how many arguments to pass by position, as many as possible; ``None`` if none fit.
-
-    Args:
-        signature: that of the method.
-        names: the arguments that are passed.
-        everything: all arguments of the event, for none of which another one must be taken.
-    """
-    reserved = {*everything} & signature.parameters.keys()
-    for count in reversed(range(len(names) + 1)):
-        pairs = list(zip(names[:count], signature.parameters, strict=False))
-        is_mixed_up = any(name != found and {name, found} & reserved for name, found in pairs)
-        if not is_mixed_up and _accepts(signature, names[:count], names[count:]):
-            return count
-    return None
+    for name, parameter in zip(names, signature.parameters.values(), strict=False):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            break
+        is_other = parameter.name in everything or name in signature.parameters
+        if parameter.name != name and (is_other or name in event.optional):
+            return False
+    return _accepts(signature, names, (), event)
 
 
 def _accepts(
-    signature: inspect.Signature, in_place: tuple[str, ...], by_name: tuple[str, ...]
+    signature: inspect.Signature, in_place: tuple[str, ...], by_name: tuple[str, ...], event: Event
 ) -> bool:
-    """Whether a call binds."""
+    """Whether a call binds, with and without the arguments that are not always passed."""
     try:
-        signature.bind(*in_place, **dict.fromkeys(by_name))
+        for left_out in ((), event.optional):
+            signature.bind(
+                *(name for name in in_place if name not in left_out),
+                **{name: None for name in by_name if name not in left_out},
+            )
     except TypeError:
         return False
     return True
@@ -362,3 +302,94 @@ def _find_owners(
             if method is not None:
                 found.append((owner, method))
     return found
+
+
+def _written(owner: object) -> dict[str, tuple[FunctionType, bool]]:
+    """Return the methods that a user has written, and whether each gets its object first."""
+    found: dict[str, tuple[FunctionType, bool]] = {}
+    own = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in _OURS]
+    for members in (vars(owner), *(vars(kind) for kind in own if kind is not object)):
+        for name, member in members.items():
+            if isinstance(member, FunctionType) and not name.startswith("__"):
+                found.setdefault(name, (member, members is not vars(owner)))
+    return found
+
+
+def check_overrides(owner: object, base: type, *, receives: Collection[str] = ()) -> None:
+    """Check the methods of a user's class against those of the base that it derives from.
+
+    Args:
+        owner: the loop or engine.
+        base: the class of Helios.
+        receives: the events that it may receive, whose arguments the bus checks.
+
+    Raises:
+        ArgumentTypeError: for a method that does not take the arguments of the one that it
+            overrides, or that must be a property.
+    """
+    for name in _written(owner):
+        overridden = inspect.getattr_static(base, name, None)
+        if isinstance(overridden, property):
+            raise ArgumentTypeError(
+                f"{type(owner).__name__}.{name} must be a property, got a method, which always "
+                "counts as true. Write @property above it."
+            )
+        if not isinstance(overridden, FunctionType) or name in receives:
+            continue
+        _, *parameters = read_signature(overridden).parameters.values()
+        # What a base takes by *args does not say what is passed.
+        if all(each.kind is not each.VAR_POSITIONAL for each in parameters):
+            wanted = [
+                each.name
+                for each in parameters
+                if each.kind is not each.KEYWORD_ONLY
+                and (name == _CALLED_IN_FULL or each.default is each.empty)
+            ]
+            may_yield = inspect.isgeneratorfunction(overridden)
+            check_arguments(owner, (name,), wanted, may_yield=may_yield)
+
+
+def check_arguments(
+    owner: object, names: Sequence[str], arguments: Sequence[str], *, may_yield: bool = False
+) -> None:
+    """Check that methods that a user has written take what is passed to them.
+
+    Args:
+        owner: the object.
+        names: names of the methods.
+        arguments: names of what they get, by position.
+        may_yield: whether they may be generators.
+
+    Raises:
+        ArgumentTypeError: if one does not.
+    """
+    for name, (method, is_bound) in _written(owner).items():
+        if name in names:
+            first = ("self",) if is_bound else ()
+            place = f"{type(owner).__name__}.{name}"
+            check_call(place, method, (*first, *arguments), may_yield=may_yield)
+
+
+def check_state_methods(
+    owner: object, base: type, *, remedy: str = "Add the other one.", may_show: bool = False
+) -> bool:
+    """Return whether a class of the user's saves state by methods of its own.
+
+    Args:
+        owner: the object.
+        base: the class of Helios whose methods it may override.
+        remedy: what to do.
+        may_show: whether it may have ``state_dict`` alone, for readers of the checkpoint.
+
+    Raises:
+        ArgumentError: if it overrides only one of the two methods.
+    """
+    kind = type(owner)
+    names = ("state_dict", "load_state_dict")
+    saves, loads = (getattr(kind, name) is not getattr(base, name) for name in names)
+    if saves is not loads and not (saves and may_show):
+        raise ArgumentError(
+            f"{kind.__name__} must override both state_dict and load_state_dict or neither, "
+            f"got {names[loads]} only. {remedy}"
+        )
+    return saves

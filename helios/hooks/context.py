@@ -7,12 +7,14 @@ loss that a hook exchanged there would be taken by some of Helios, and not by th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,11 +22,12 @@ from torch.utils.data import DataLoader
 from typing_extensions import TypeVar
 
 from helios.core.loss_means import as_number
+from helios.core.utils import Stateful
 from helios.counters import Cursor, Phase, TrainingState, TrainingUnit
 from helios.data.horizon import count_steps, count_steps_per_epoch
+from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, ReadOnlyError, UsageError
-from helios.hooks.per_replica import Part, PerReplica
 
 if TYPE_CHECKING:
     from helios import Model
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from helios.run_state import RunState
 
 Item = TypeVar("Item")
+Part = TypeVar("Part", bound=Stateful)
 RunModel = TypeVar("RunModel", bound="Model", default="Model", covariant=True)
 
 
@@ -71,7 +75,6 @@ CHANGES = (
         ("max_epoch", "max_step", "num_steps", "steps_per_epoch"),
     ),
     Change("log", "call `self.context.log({name: number})`"),
-    Change("say that scores are summed", "call `declare_summed(scores)`"),
     Change(
         "change weights, buffers, optimizers and schedulers",
         "change the objects themselves, between updates",
@@ -477,17 +480,6 @@ class Context(Generic[RunModel]):
         finally:
             hooks.is_logging = False
 
-    def declare_summed(self, scores: Mapping[str, Any]) -> None:
-        """Say in ``on_validation_end`` that scores of ``model.metrics`` are those of all processes.
-
-        Scores that Helios has not summed may be those of a part of the data: they are compared only
-        between runs on equal numbers of processes, unless this was said.
-
-        Args:
-            scores: by name, the very objects that the table holds.
-        """
-        self._run.summed_scores.update(scores)
-
     def request_checkpoint(self) -> None:
         """Request a checkpoint at the next safe point."""
         self._parts.agreement.check_open("Context.request_checkpoint()")
@@ -543,3 +535,61 @@ def _refuse_assignment(name: str) -> ReadOnlyError:
             way = change.by.replace("`", "")
             return ReadOnlyError(f"{rule} To {change.what}, {way}.")
     return ReadOnlyError(f"{rule} Keep values of your own in self.{name}.")
+
+
+@final
+class PerReplica(Generic[Part]):
+    """What a plugin accumulates separately in each replica; see :meth:`Context.per_replica`.
+
+    Merged in the order of the replicas, it does not depend on the number of processes.
+
+    Attributes:
+        local: the objects of the replicas of this process, by the number of the replica, in order.
+
+    Args:
+        parts: the objects of the run.
+        make: as there.
+        merge: as there.
+    """
+
+    def __init__(
+        self, parts: RunParts, make: Callable[[], Part], merge: Callable[[Part, Part], Part]
+    ) -> None:
+        self._parts = parts
+        self._make = make
+        self._merge = merge
+        self.local = {replica: make() for replica in parts.replicas.local_replicas}
+
+    @property
+    def current(self) -> Part:
+        """The object of the replica that runs, where ``Context.replica`` is valid."""
+        return self.local[self._parts.runner.replica]
+
+    def merged(self) -> Part:
+        """Return an object with what all replicas have; all processes must call this together."""
+        *others, last = self._gather()
+        found = self._load(last)
+        for state in reversed(others):
+            found = self._merge(self._load(state), found)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all replicas; all processes must call this together."""
+        return {"replicas": self._gather()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the states of the replicas of this process."""
+        for replica, state in enumerate(state_dict.get("replicas", ())):
+            if replica in self.local:
+                self.local[replica].load_state_dict(copy.deepcopy(state))
+
+    def _gather(self) -> list[dict[str, Any]]:
+        own = [
+            move_to_device(part.state_dict(), torch.device("cpu")) for part in self.local.values()
+        ]
+        return self._parts.replicas.gather_replicas(own)
+
+    def _load(self, state: dict[str, Any]) -> Part:
+        part = self._make()
+        part.load_state_dict(copy.deepcopy(state))
+        return part

@@ -6,12 +6,11 @@ order in which the events occur.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -88,30 +87,10 @@ class Event:
 def silent(method: Method) -> Method:
     """Mark the method of a base class as one that does nothing, so that the bus does not call it.
 
-    ``super().<method>(...)`` in an override reaches it, and then a mixin after the base class, if
-    that has the method.
+    A method that overrides it is not marked.
     """
-
-    @functools.wraps(method)
-    def base(self: Any, *args: Any, **kwargs: Any) -> Any:
-        following = find_after_base(self, method.__name__)
-        return method(self, *args, **kwargs) if following is None else following(*args, **kwargs)
-
-    # The mark names its method: functools.wraps copies it to overrides, which are not silent.
-    base.__dict__["_helios_silent"] = base
-    return cast("Method", base)
-
-
-def find_after_base(owner: object, name: str) -> Callable[..., Any] | None:
-    """Return the method of a mixin after the base class, which has a silent one.
-
-    ``None`` if there is none, or if a class has silenced the method of its base.
-    """
-    kinds = [kind for kind in type(owner).__mro__ if name in vars(kind)]
-    silent_ones = [kind for kind in kinds if is_silent(vars(kind)[name])]
-    if len(silent_ones) != 1 or silent_ones == kinds[-1:]:
-        return None
-    return cast("Callable[..., Any]", getattr(super(silent_ones[0], owner), name))
+    method.__dict__["_helios_silent"] = method
+    return method
 
 
 def may_omit(

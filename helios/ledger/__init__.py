@@ -1,12 +1,6 @@
 """The ledger of a run, and what is made of it: differences, verification, replays."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from helios.ledger.exports import *
-else:
-    from helios.deferred import defer
-
-    __getattr__, __dir__ = defer(__name__)
+from helios.ledger.compare import Difference, Replay, diff
+from helios.ledger.verification import LedgerStatus, verify
 
 __all__ = ["Difference", "LedgerStatus", "Replay", "diff", "verify"]

@@ -8,18 +8,14 @@ import logging
 import struct
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, final
+from typing import Any, BinaryIO, final
 
-import helios.ledger.line as line
 from helios.errors import LedgerError
-from helios.ledger.line import (
-    VERSION,
-    end_of,
-    is_scores,
-    read_float,
-)
+from helios.ledger import line
+from helios.ledger.line import end_of, is_scores, read_float
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
 
@@ -28,7 +24,6 @@ FILE_NAME = "ledger.jsonl"
 EVERY = 1_000
 _MOST_LINES = 1_024
 _BLOCK = 1 << 18
-_Found = TypeVar("_Found")
 
 
 @final
@@ -60,7 +55,6 @@ class Book(line.LineReceiver):
         self._size = 0
         # Where the first line that waits belongs in the file, and all lines that wait.
         self._waiting: tuple[int, list[bytes]] = (0, [])
-        self._next_try = 1
         self._handle: BinaryIO | None = None
         # The first line of a new ledger, until its file is created.
         self._head: bytes | None = None
@@ -106,11 +100,7 @@ class Book(line.LineReceiver):
             self._add(data, chain)
 
     def append_scores(
-        self,
-        after: int,
-        scores: Mapping[str, float],
-        unscored: Collection[str],
-        by_hand: Mapping[str, int],
+        self, after: int, scores: Mapping[str, float], unscored: Collection[str]
     ) -> None:
         """Append the scores of a validation, beside the chain.
 
@@ -118,10 +108,9 @@ class Book(line.LineReceiver):
             after: the last iteration, whose line was appended.
             scores: by name.
             unscored: names of those that are left out.
-            by_hand: as in :func:`helios.ledger.line.describe_scores`.
         """
         if self._is_open and scores:
-            body = line.describe_scores(scores, unscored, after, by_hand)
+            body = line.describe_scores(scores, unscored, after)
             data, tail = line.seal(body, self._chain)
             self._add([data], tail)
 
@@ -129,11 +118,8 @@ class Book(line.LineReceiver):
         self._size += sum(map(len, data))
         self._tail = tail
         with self._lock:
-            lines = self._waiting[1]
-            lines += data
-            is_due = len(lines) >= self._next_try
-        if is_due:
-            self._try_write()
+            self._waiting[1].extend(data)
+        self._try_write()
 
     def mark(self) -> dict[str, Any]:
         """Return the size and hash of the ledger so far, for a checkpoint."""
@@ -177,7 +163,7 @@ class Book(line.LineReceiver):
         """Truncate the ledger to a mark; returns whether it matches."""
         size, chain = mark["size"], mark["hash"]
         own = mark.get("tail", chain)
-        tail = line.end_of(own)
+        tail = end_of(own)
         try:
             with self._path.open("rb") as handle:
                 handle.seek(size - len(tail))
@@ -223,12 +209,10 @@ class Book(line.LineReceiver):
             handle.seek(place)
             files.write(handle, data)
         except BaseException:
-            # Where many lines wait, each try copies all of them.
-            self._next_try = 2 * len(lines)
             self._drop_handle()
             raise
         self._waiting = (place + len(data), [])
-        self._next_try, self._has_failed = 1, False
+        self._has_failed = False
 
     def _open_file(self) -> BinaryIO:
         if self._head is None:
@@ -299,39 +283,27 @@ def find_folder(place: Path, names: Sequence[str]) -> Path:
     if len(found) == 1:
         return found[0]
     if not found:
-        lack, rest, them = names[0], "", "one"
-        if len(names) > 1:
-            lack, rest, them = "run", f": none of {', '.join(names)}", "them"
         raise LedgerError(
-            f"There is no {lack} in {place} or directly below it{rest}. A run writes {them} beside "
-            'its checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a run.'
+            f"There is no {' or '.join(names)} in {place} or directly below it. A run writes it "
+            'beside its checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a run.'
         )
     shown = ", ".join(each.name for each in found)
     raise LedgerError(f"{place} holds several runs: {shown}. Pass the folder of one.")
 
 
-def read_lines(path: Path, mark: Mapping[str, Any] | None = None) -> Iterator[bytes]:
-    """Yield the lines of a ledger's chain, with their ends; arguments and errors are as below."""
-    return (data for data in read_all_lines(path, mark) if not is_scores(data))
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a ledger's chain, with their ends; errors are as below."""
+    return (data for data in read_all_lines(path) if not is_scores(data))
 
 
-def read_all_lines(path: Path, mark: Mapping[str, Any] | None = None) -> Iterator[bytes]:
+def read_all_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a ledger, with their ends, also those of scores.
 
-    Args:
-        path: the ledger.
-        mark: its size and hash in a checkpoint, after which to begin; ``None`` for all lines.
-
     Raises:
-        LedgerError: if the ledger cannot be read, or does not match the checkpoint.
+        LedgerError: if the ledger cannot be read.
     """
     try:
         with path.open("rb") as handle:
-            if mark is not None:
-                tail = end_of(mark.get("tail", mark["hash"]))
-                handle.seek(max(0, mark["size"] - len(tail)))
-                if handle.read(len(tail)) != tail:
-                    raise LedgerError(f"The ledger {path} does not match the checkpoint.")
             yield from handle
     except OSError as error:
         raise LedgerError(f"The ledger {path} cannot be read: {error}.") from error
@@ -352,12 +324,60 @@ def parse_header(data: bytes, path: Path) -> dict[str, Any]:
             f"{path} is not a ledger, or its first line is damaged. Put a copy in its place, or "
             "rename it to go on without it."
         ) from error
-    if version != VERSION:
+    if version != line.VERSION:
         raise LedgerError(
             f"{path} is a ledger of version {version}, but this version of Helios reads version "
-            f"{VERSION}. Use the version of Helios that wrote it."
+            f"{line.VERSION}. Use the version of Helios that wrote it."
         )
     found: dict[str, Any] = header
+    return found
+
+
+@dataclass
+class RunScores:
+    """The scores of a run.
+
+    Attributes:
+        by_iteration: the scores of each validation by name, by the iteration that it follows.
+        unscored: names of scores that are not compared, as ``Model.unscored`` says.
+    """
+
+    by_iteration: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    unscored: frozenset[str] = frozenset()
+
+    def add(self, data: bytes) -> int:
+        """Add a line of scores; see :mod:`helios.ledger.line`.
+
+        Returns:
+            The iteration that it follows.
+
+        Raises:
+            LedgerError: if the line has no scores.
+        """
+        try:
+            content = json.loads(data)
+            after = int(content["after"])
+            scores = {name: read_float(digits) for name, digits in content["scores"].items()}
+            self.unscored |= frozenset(content.get("unscored", ()))
+        except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+            raise LedgerError("lacks what a line of scores has") from error
+        self.by_iteration[after] = scores
+        return after
+
+
+def read_scores(ledger: Path) -> RunScores:
+    """Return the scores of the run that a ledger belongs to.
+
+    Raises:
+        LedgerError: if they cannot be read.
+    """
+    lines = read_all_lines(ledger)
+    parse_header(next(lines, b""), ledger)
+    found = RunScores()
+    for data in filter(is_scores, lines):
+        # `verify` names a line that is wrong; one that is being written has no end.
+        with contextlib.suppress(LedgerError):
+            found.add(data)
     return found
 
 

@@ -14,18 +14,10 @@ from pathlib import Path
 from typing import Any, final
 
 from helios.errors import LedgerError
-from helios.ledger.book import find_ledger, parse_header, read_lines
-from helios.ledger.line import (
-    TAIL_BYTES,
-    LineReceiver,
-    has_buffers,
-    match_buffers,
-    read_float,
-    step_of,
-)
-from helios.ledger.run_facts import find_differences, read_run
-from helios.ledger.validation_scores import RunScores, ScoreComparison, compare_scores, read_scores
-from helios.text import with_step
+from helios.ledger.book import RunScores, find_ledger, parse_header, read_lines, read_scores
+from helios.ledger.line import TAIL_BYTES, LineReceiver, read_float, write_float
+from helios.ledger.run_file import find_differences, read_run
+from helios.text import count_text
 
 ORDER, CONTENT, RATES = "order of the samples", "content of the batches", "learning rates"
 NUMERICS, WEIGHTS, COUNTERS = "losses", "weights and optimizers", "counters"
@@ -53,11 +45,8 @@ class LineComparison:
         weights_at: the last iteration at which the weights of both runs were found to be equal;
             ``None`` if they were not compared.
         has_compared_buffers: whether the persistent buffers at the end of both runs were compared.
-        unread_buffers: those of them whose content no hash covers, such as sparse ones.
         num_scored: validations whose scores were found to be equal.
         not_compared: what was not compared, and why.
-        steps: optimizer steps at ``num_equal``, ``iteration`` and ``weights_at``, by these names,
-            as far as they are known.
     """
 
     begins_after: int = 0
@@ -68,10 +57,8 @@ class LineComparison:
     has_same_definition: bool = True
     weights_at: int | None = None
     has_compared_buffers: bool = False
-    unread_buffers: list[str] = field(default_factory=list)
     num_scored: int = 0
     not_compared: list[str] = field(default_factory=list)
-    steps: dict[str, int] = field(default_factory=dict)
 
     @property
     def may_begin_earlier(self) -> bool:
@@ -81,64 +68,66 @@ class LineComparison:
     def add_line(self, body: bytes, *, is_end: bool) -> None:
         """Count a line that is equal in both runs, given without its hash."""
         self.num_equal += not is_end
-        self.set_step("num_equal", step_of(body))
+        self.has_compared_buffers |= is_end
         # A loss may have the name of a digest.
         if b',"weights":"' in body and "weights" in _load(body):
             self.weights_at = self.num_equal
-            self.set_step("weights_at", step_of(body))
-        if is_end and has_buffers(body):
-            hashes = _load(body)["buffers"]
-            self.add_buffers(hashes, hashes)
 
-    def set_step(self, name: str, step: int | None) -> None:
-        """Note the optimizer steps at a place, if they are known."""
-        self.steps.pop(name, None)
-        self.steps |= {} if step is None else {name: step}
-
-    def add_buffers(self, one: Mapping[str, str | None], other: Mapping[str, str | None]) -> None:
-        """Note that the buffers of both runs were compared, given by their hashes."""
-        self.has_compared_buffers = True
-        self.unread_buffers = [
-            name for name, digits in one.items() if digits is None is other.get(name, "")
+    def compare_scores(self, one: RunScores, other: RunScores) -> None:
+        """Compare the scores where both runs have validated, and name what was not compared."""
+        last = self.num_equal if self.iteration is None else self.iteration
+        unscored = one.unscored | other.unscored
+        sides = [
+            {place: x for place, x in run.by_iteration.items() if self.begins_after < place <= last}
+            for run in (one, other)
+        ]
+        lone: set[str] = set()
+        self.num_scored = 0
+        for place in sorted(sides[0].keys() & sides[1].keys()):
+            left, right = sides[0][place], sides[1][place]
+            lone |= (left.keys() ^ right.keys()) - unscored
+            shared = [name for name in left if name in right and name not in unscored]
+            names = [x for x in shared if write_float(left[x]) != write_float(right[x])]
+            if names:
+                pair = ({x: left[x] for x in names}, {x: right[x] for x in names})
+                self._add_scores(place, pair)
+                break
+            self.num_scored += bool(shared)
+        lone_places = sides[0].keys() ^ sides[1].keys()
+        self.not_compared = [*self._name_rest()]
+        if lone_places:
+            self.not_compared.append(
+                f"scores after {count_text(len(lone_places), 'iteration')} were not compared: only "
+                "one of the runs has validated there"
+            )
+        reasons = dict.fromkeys(sorted(lone), "only one of the runs has it")
+        reasons |= dict.fromkeys(sorted(unscored), "it is unscored")
+        self.not_compared += [
+            f"the score {name!r} was not compared: {why}" for name, why in reasons.items()
         ]
 
-    def add_scores(self, scores: ScoreComparison) -> None:
-        """Add what a comparison of the scores has found, and name what was not compared."""
-        self.num_scored = scores.num_equal
-        self.not_compared = [*_name_rest(self), *scores.not_compared]
-        number = scores.iteration
-        if number is None:
-            return
-        if self.iteration is None or number < self.iteration:
+    def _add_scores(self, place: int, pair: tuple[Any, Any]) -> None:
+        """Note the first validation whose scores differ."""
+        if self.iteration is None or place < self.iteration:
             # What differs later and was found in lines that come rarely shows in the details.
-            self.iteration, self.num_equal = number, number - 1
-            self.set_step("num_equal", None)
-            self.set_step("iteration", scores.step)
-            self.what = []
-        if self.iteration == number and SCORES not in self.what:
+            self.iteration, self.num_equal, self.what = place, place - 1, []
+        if self.iteration == place and SCORES not in self.what:
             self.what.append(SCORES)
-            self.details["scores"] = scores.details
+            self.details["scores"] = pair
+
+    def _name_rest(self) -> Iterator[str]:
+        """Yield what no line holds, or none of those that were compared."""
+        if self.weights_at is None and WEIGHTS not in self.what:
+            yield "weights were not compared"
+        elif self.weights_at is not None and self.weights_at < self.num_equal:
+            yield f"weights were not compared after iteration {self.weights_at}"
+        if not self.has_compared_buffers:
+            yield NO_BUFFERS
 
 
 def _load(body: bytes) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(body + b"}")
     return content
-
-
-def _name_rest(found: LineComparison) -> Iterator[str]:
-    """Yield what no line holds, or none of those that were compared."""
-    if found.weights_at is None and WEIGHTS in found.what:
-        place = with_step(found.iteration or 0, found.steps.get("iteration"))
-        yield f"weights were not compared before iteration {place}"
-    elif found.weights_at is None:
-        yield "weights were not compared"
-    elif found.weights_at < found.num_equal:
-        place = with_step(found.weights_at, found.steps.get("weights_at"))
-        yield f"weights were not compared after iteration {place}"
-    if not found.has_compared_buffers:
-        yield NO_BUFFERS
-    for name in found.unread_buffers:
-        yield f"the buffer {name} was not compared: its content cannot be read"
 
 
 @dataclass
@@ -197,7 +186,7 @@ def diff(first: str | Path, second: str | Path) -> Difference:
         ends = [end or _END in (data or b"") for end, data in zip(ends, pair, strict=True)]
         if found.iteration is not None or None in pair:
             continue
-        one, other = match_buffers(*(data[:-TAIL_BYTES] for data in pair))
+        one, other = (data[:-TAIL_BYTES] for data in pair)
         if one == other:
             found.add_line(one, is_end=not are_iterations[0])
         elif are_iterations[0] == are_iterations[1]:
@@ -207,9 +196,7 @@ def diff(first: str | Path, second: str | Path) -> Difference:
             f"{found.first} and {found.second} have no iteration in common: they begin after "
             f"iteration {begins[0]} and {begins[1]}, and end at {counts[0]} and {counts[1]}."
         )
-    last = min(counts) if found.iteration is None else found.iteration
-    scores = [read_scores(path) for path in (found.first, found.second)]
-    found.add_scores(compare_scores(*scores, after=start, last=last))
+    found.compare_scores(read_scores(found.first), read_scores(found.second))
     found.lengths, found.have_ended = (counts[0], counts[1]), (ends[0], ends[1])
     starts = [read_run(path.parent) for path in (found.first, found.second)]
     if all(run.newest for run in starts):
@@ -239,7 +226,6 @@ def describe_difference(found: LineComparison, one: bytes, other: bytes, ledgers
         left, right = _load(one), _load(other)
         _compare(found, left, right)
         is_next = left["at"][1] == right["at"][1] == found.iteration
-        found.steps |= {"iteration": left["at"][2]} if left["at"] == right["at"] else {}
     except (TypeError, ValueError, AttributeError, LookupError, struct.error):
         is_next = False
     if not is_next or not found.what:
@@ -275,10 +261,9 @@ def _compare_buffers(
     found: LineComparison, one: Mapping[str, str | None], other: Mapping[str, str | None]
 ) -> None:
     """Note which buffers differ in the last lines of two runs, which have digests of weights."""
-    found.add_buffers(one, other)
+    found.has_compared_buffers = True
     if WEIGHTS not in found.what:
         found.weights_at = found.num_equal
-        found.set_step("weights_at", found.steps.get("num_equal"))
     names = [name for name in {**one, **other} if one.get(name, "") != other.get(name, "")]
     if names:
         found.what.append(BUFFERS)
@@ -346,7 +331,6 @@ class LedgerFollower(LineReceiver):
         found.has_same_definition = header["run"] == run
         self._known = read_scores(found.ledger)
         self._own = RunScores()
-        self._num_compared = 0
 
     @property
     def is_over(self) -> bool:
@@ -376,42 +360,28 @@ class LedgerFollower(LineReceiver):
             return
         try:
             line = next(self._lines, b"")
-            own, known = match_buffers(body, line[:-TAIL_BYTES])
-            if own == known:
-                found.add_line(own, is_end=is_end)
+            known = line[:-TAIL_BYTES]
+            if body == known:
+                found.add_line(body, is_end=is_end)
                 found.has_ended |= is_end
             elif _END in line or not is_past:
-                self._note(own, known, is_end=is_end, is_whole=line.endswith(b"\n"))
+                self._note(body, known, is_end=is_end, is_whole=line.endswith(b"\n"))
         except LedgerError as error:
             # Raised here, it would end the training as an error of the user's code.
             self.failure = error
 
     def append_scores(
-        self,
-        after: int,
-        scores: Mapping[str, float],
-        unscored: Collection[str],
-        by_hand: Mapping[str, int],
+        self, after: int, scores: Mapping[str, float], unscored: Collection[str]
     ) -> None:
-        """Take the scores of a validation; they are compared once the lines before them are."""
-        self._own.by_iteration[after] = dict(scores)
-        self._own.by_hand[after] = dict(by_hand)
+        """Compare the scores of a validation; the lines before them were compared."""
+        self._own.by_iteration[after] = scores
         self._own.unscored |= frozenset(unscored)
+        self.compare_scores()
 
-    def compare_scores(self, *, is_over: bool) -> None:
-        """Compare the scores so far.
-
-        Args:
-            is_over: whether no validation follows, so that what was not compared can be named.
-        """
-        found, count = self.found, len(self._own.by_iteration)
-        if self.failure is not None or (count == self._num_compared and not is_over):
-            return
-        self._num_compared = count
-        last = found.num_equal if found.iteration is None else found.iteration
-        scores = compare_scores(self._known, self._own, after=found.begins_after, last=last)
-        if is_over or scores.iteration is not None:
-            found.add_scores(scores)
+    def compare_scores(self) -> None:
+        """Compare the scores so far, and name what was not compared."""
+        if self.failure is None:
+            self.found.compare_scores(self._known, self._own)
 
     def _note(self, own: bytes, known: bytes, *, is_end: bool, is_whole: bool) -> None:
         """Note the first line that differs.
@@ -424,9 +394,8 @@ class LedgerFollower(LineReceiver):
         """
         found = self.found
         if not is_whole:
-            place = with_step(found.num_equal, found.steps.get("num_equal"))
             raise LedgerError(
-                f"The ledger {found.ledger} ended at iteration {place} while it was "
+                f"The ledger {found.ledger} ended at iteration {found.num_equal} while it was "
                 "compared: another start of the run has cut it back. Replay again."
             )
         if is_end != (_END in known):

@@ -7,7 +7,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,25 +64,18 @@ def describe_git() -> dict[str, Any]:
     git = shutil.which("git")
     if git is None:
         return {}
-    # No file is locked, and no program runs that a repository configures. A file, because a process
-    # that is forked meanwhile would keep a pipe open.
+    # No file is locked, and no program runs that a repository configures.
     options = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=")
-    command = ("status", "--porcelain=v2", "--branch", "--untracked-files=no")
-    with tempfile.TemporaryFile() as output:
-        try:
-            subprocess.run(
-                [git, "-C", str(folder), *options, *command],
-                close_fds=False,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.DEVNULL,
-                timeout=_GIT_SECONDS,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError):
-            return {}
-        output.seek(0)
-        lines = output.read().decode("utf-8", "replace").splitlines()
-    heads = dict(line[2:].partition(" ")[::2] for line in lines if line.startswith("# "))
-    is_dirty = any(not line.startswith("#") for line in lines)
-    return {"commit": heads.get("branch.oid", ""), "is_dirty": is_dirty}
+    command = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    try:
+        found = subprocess.check_output(
+            [git, "-C", str(folder), *options, *command],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_GIT_SECONDS,
+            text=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    commit, dirty, _ = found.strip().partition("-dirty")
+    return {"commit": commit, "is_dirty": bool(dirty)}

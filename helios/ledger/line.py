@@ -35,7 +35,6 @@ key            content
 ``scores``     the scores by name
 ``after``      the iteration that the validation follows
 ``unscored``   names of scores that are left out because they differ between equal runs
-``by_hand``    the number of processes, by name, of scores that several of them have filled by hand
 ``h``          the hash
 =============  ============================================================================
 """
@@ -58,7 +57,6 @@ _DIGITS = 16
 _HASH = b',"h":"'
 _SCORES = b'{"scores":'
 _PLACE = b'{"at":['
-_BUFFERS = b',"buffers":{'
 TAIL_BYTES = len(_HASH) + _DIGITS + len(b'"}\n')
 """Bytes at the end of a line that hold its hash."""
 _FLOAT = struct.Struct(">d")
@@ -76,24 +74,18 @@ def read_float(digits: str) -> float:
     return float(number)
 
 
-def describe_scores(
-    scores: Mapping[str, float], unscored: Collection[str], after: int, by_hand: Mapping[str, int]
-) -> str:
+def describe_scores(scores: Mapping[str, float], unscored: Collection[str], after: int) -> str:
     """Return the line of a validation without its closing brace.
 
     Args:
         scores: by name.
         unscored: names of those that are left out.
         after: the iteration that the validation follows.
-        by_hand: of each score that several processes have filled by hand, their number.
     """
     digits = {name: write_float(x) for name, x in scores.items() if name not in unscored}
     content: dict[str, Any] = {"scores": digits, "after": after}
     left_out = [name for name in scores if name in unscored]
-    content |= {"unscored": left_out} if left_out else {}
-    parts = {name: count for name, count in by_hand.items() if name in digits}
-    content |= {"by_hand": parts} if parts else {}
-    return write_body(content)
+    return write_body(content | ({"unscored": left_out} if left_out else {}))
 
 
 @lru_cache(maxsize=1024)
@@ -179,23 +171,6 @@ def step_of(data: bytes) -> int | None:
     return int(number) if data.startswith(_PLACE) and number.isdigit() else None
 
 
-def has_buffers(body: bytes) -> bool:
-    """Return whether a line without its hash is the last one of a run, with its buffers."""
-    return _BUFFERS in body
-
-
-def drop_buffers(body: bytes) -> bytes:
-    """Return a line without its hash, and without buffers, which come last."""
-    return body.partition(_BUFFERS)[0]
-
-
-def match_buffers(one: bytes, other: bytes) -> tuple[bytes, bytes]:
-    """Return two lines without their hashes as they can be compared: with buffers if both have."""
-    if has_buffers(one) is has_buffers(other):
-        return one, other
-    return drop_buffers(one), drop_buffers(other)
-
-
 def write_hash(value: int) -> str:
     """Return 64 bits as 16 hexadecimal digits."""
     return f"{value:016x}"
@@ -263,11 +238,7 @@ class LineReceiver(ABC):
 
     @abstractmethod
     def append_scores(
-        self,
-        after: int,
-        scores: Mapping[str, float],
-        unscored: Collection[str],
-        by_hand: Mapping[str, int],
+        self, after: int, scores: Mapping[str, float], unscored: Collection[str]
     ) -> None:
         """Take the scores of a validation, which hang beside the chain.
 
@@ -275,7 +246,6 @@ class LineReceiver(ABC):
             after: the last iteration, whose line was taken.
             scores: by name.
             unscored: names of those that are left out.
-            by_hand: as in :func:`describe_scores`.
         """
 
     def open(self, mark: Mapping[str, Any] | None, *, after: int) -> None:

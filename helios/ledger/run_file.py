@@ -1,11 +1,13 @@
-"""``run.jsonl``: what a run was started with, and what happened to it, a JSON line an event.
+"""``run.jsonl``: what a run was started with, and what happened to it, written and read.
 
-docs/logging.md lists the events. The file depends on time and place, so it is never compared. A
-line that cannot be written costs a warning; one that a kill has cut off is skipped.
+Each event is a line of JSON; docs/logging.md lists them. The file depends on time and place, so it
+is never compared. A line that cannot be written costs a warning; one that a kill has cut off is
+skipped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -13,25 +15,31 @@ import math
 import re
 import socket
 import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 from typing import Any, final
 
+from helios.best import BestValidation
 from helios.errors import LedgerError
-from helios.protocols import Clock
+from helios.ledger import book
 from helios.storage import files
+from helios.storage.local_paths import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 FILE_NAME = "run.jsonl"
 
-START, STRETCH, VALIDATION = "start", "stretch", "validation"
+START, VALIDATION = "start", "validation"
 FALLBACK, MIGRATION, LOST_LEDGER = "fallback", "migration", "lost ledger"
 SAVE, FAILED_SAVE = "save", "failed save"
 INTERRUPTION, ERROR, END = "interruption", "error", "end"
-_SECONDS, _SHARE = 1.0, 100
+FILE_NAMES = (book.FILE_NAME, FILE_NAME)
+# The first one of several that have the same values under the same name is shown.
+_SETTINGS = ("params", "given", "definition", "options", "helios", "machine", "git")
+# Names of runs, and where their files are.
+_HIDDEN = ("run_name", "chkpt_root", "run_path", "log_path", "src_root", "resume")
 
 
 def now() -> str:
@@ -48,22 +56,14 @@ def host() -> str:
 class RunFile:
     """Appends events to the file of a run; several threads may do so.
 
-    A stretch of iterations takes at least a second and a 100th of the time since the start, so the
-    file stays small.
-
     Args:
         folder: the run's folder; a missing one is created.
-        clock: returns seconds.
     """
 
-    def __init__(self, folder: Path, *, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
         self._lock = threading.Lock()
         self._has_failed = False
-        self._clock = clock
-        self._begin = self._due = self._paused = 0.0
-        # Iteration and time of the last stretch, and of the last iteration.
-        self._written = self._newest = (0, 0.0)
 
     def add(self, event: str, **details: Any) -> None:
         """Append an event.
@@ -96,52 +96,6 @@ class RunFile:
                 # A kill may have cut the last line off.
                 data = data if handle.read(1) == b"\n" else b"\n" + data
             files.write(handle, data)
-
-    def begin(self, iteration: int) -> None:
-        """Begin the first stretch.
-
-        Args:
-            iteration: the last one before it.
-        """
-        self._begin = self._clock()
-        self._written = self._newest = (iteration, self._begin)
-        self._due = self._begin + _SECONDS
-
-    def note(self, iteration: int) -> None:
-        """Note that an iteration has ended.
-
-        Args:
-            iteration: its number.
-        """
-        moment = self._clock()
-        self._newest = (iteration, moment)
-        if moment >= self._due:
-            self._add_stretch()
-
-    def end_pause(self) -> None:
-        """Note that no iteration has used the time since the last one."""
-        iteration, before = self._newest
-        self._newest = (iteration, self._clock())
-        self._paused += self._newest[1] - before
-
-    def close(self) -> None:
-        """Append the last stretch."""
-        if self._newest != self._written:
-            self._add_stretch()
-
-    def _add_stretch(self) -> None:
-        iteration, moment = self._newest
-        before, begin = self._written
-        paused = round(self._paused, 3) or None
-        self._written, self._paused = self._newest, 0.0
-        self._due = moment + max(_SECONDS, (moment - self._begin) / _SHARE)
-        self.add(
-            STRETCH,
-            iteration=iteration,
-            iterations=iteration - before,
-            seconds=round(moment - begin, 3),
-            paused=paused,
-        )
 
 
 def as_plain(value: Any) -> Any:
@@ -219,3 +173,168 @@ def read_run_file(folder: Path) -> Iterator[dict[str, Any]]:
         except (ValueError, LookupError, TypeError):
             continue
         yield found
+
+
+@dataclass
+class RunStart:
+    """A start of a run.
+
+    Attributes:
+        time, host: when and where; in UTC.
+        processes: their number.
+        iteration: the one that it continued from.
+        changes: what has changed since the start before.
+        end: how it ended.
+    """
+
+    time: str
+    host: str
+    processes: int
+    iteration: int
+    changes: list[str] = field(default_factory=list)
+    end: str = ""
+
+
+@dataclass
+class RunFacts:
+    """What is known of a run, except for the lines of its ledger.
+
+    Attributes:
+        folder: its folder.
+        newest: the event of the newest start.
+        starts: the oldest first.
+        validations: the events of those with scores, each iteration once.
+    """
+
+    folder: Path
+    newest: Mapping[str, Any] = field(default_factory=dict)
+    starts: list[RunStart] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.resolve().name
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of files that are not there."""
+        return [name for name in FILE_NAMES if not (self.folder / name).is_file()]
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """What the newest start ran with: flat tables, by topic."""
+        tables = {topic: self.newest[topic] for topic in _SETTINGS if topic in self.newest}
+        return {
+            topic: dict(_flatten(table)) if isinstance(table, Mapping) else {topic: table}
+            for topic, table in tables.items()
+        }
+
+    @property
+    def best(self) -> BestValidation | None:
+        """The best validation, as the run has judged it; ``None`` if nothing decides."""
+        newest = self.validations[-1:]
+        return BestValidation.from_plain(newest[0].get("best")) if newest else None
+
+    def find_last_scores(self) -> dict[str, float]:
+        """Return the scores of the last validation that had them, by name."""
+        return {name: x for line in self.validations for name, x in line["scores"].items()}
+
+    def find_last_losses(self) -> dict[str, float]:
+        """Return the losses of the last iteration, by name."""
+        path = self.folder / book.FILE_NAME
+        return book.read_last_losses(path) if path.is_file() else {}
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Add the next event."""
+        kind = event["event"]
+        if kind == START:
+            self._add_start(event)
+        elif kind == VALIDATION:
+            scores = {name: float(score) for name, score in event["scores"].items()}
+            self.validations.append(event | {"scores": scores})
+        elif kind in (END, INTERRUPTION, ERROR) and self.starts:
+            self.starts[-1].end = event["cause"] if kind == END else f"{kind}: {event['cause']}"
+
+    def _add_start(self, event: dict[str, Any]) -> None:
+        iteration = event["iteration"]
+        if iteration == 0 and event["run"] != self.newest.get("run"):
+            # Another run in the same folder.
+            self.starts = []
+        # What was done after the checkpoint is repeated.
+        self.validations = [x for x in self.validations if x["iteration"] <= iteration]
+        self.newest = event
+        time, host, count = event["time"], event["host"], event["processes"]
+        self.starts.append(RunStart(time, host, count, iteration, event.get("changes", [])))
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of nested tables, with their whole names."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def find_run(place: str | Path) -> Path:
+    """Return the folder of a run.
+
+    Args:
+        place: the folder itself, a file that the run has recorded itself in, or a folder above a
+            single run.
+
+    Raises:
+        LedgerError: if there is no such file, or more than one run.
+    """
+    path = as_local_path("The run", place)
+    if path.is_file() and path.name in FILE_NAMES:
+        return path.parent
+    return book.find_folder(path, FILE_NAMES)
+
+
+def read_run(folder: Path) -> RunFacts:
+    """Return what the file of events in the folder of a run says; empty without one.
+
+    Raises:
+        LedgerError: if the file cannot be read.
+    """
+    found = RunFacts(folder)
+    for event in read_run_file(folder):
+        # A line that somebody has edited is left out.
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+            found.add(event)
+    for start in found.starts:
+        start.end = start.end or ("no end so far" if start is found.starts[-1] else "killed")
+    return found
+
+
+def find_differences(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
+    """Return what the newest starts of runs differ in: the value in each run, by name.
+
+    ``None`` stands for no value. A value that several topics hold is in it once.
+    """
+    tables = [
+        {
+            (topic, name): value
+            for topic, table in run.settings.items()
+            for name, value in table.items()
+            if name not in _HIDDEN
+        }
+        for run in runs
+    ]
+    found: dict[tuple[str, str], list[Any]] = {}
+    for key in dict.fromkeys(key for table in tables for key in table):
+        values = [table.get(key) for table in tables]
+        is_known = any(_end(key[1]) == _end(name) and values == x for (_, name), x in found.items())
+        if any(value != values[0] for value in values) and not is_known:
+            found[key] = values
+    ends = [_end(name) for _, name in found]
+    return {
+        _end(name) if ends.count(_end(name)) == 1 else f"{topic}.{name}": values
+        for (topic, name), values in found.items()
+    }
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]

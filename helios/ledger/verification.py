@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helios.best import BestValidation
 from helios.errors import LedgerError
-from helios.ledger.book import find_ledger, parse_header, read_all_lines
+from helios.ledger.book import RunScores, find_ledger, parse_header, read_all_lines
 from helios.ledger.line import is_scores, stated_hash, unseal, write_float
 from helios.ledger.run_file import read_run_file
-from helios.ledger.validation_scores import RunScores
-from helios.text import with_step
 
 if TYPE_CHECKING:
     from helios.checkpoint.sidecar import Sidecar
@@ -31,7 +29,6 @@ class LedgerStatus:
             or if the ledger was switched on later or was lost.
         has_ended: whether the run has ended, not only been interrupted.
         num_scored: validations whose scores were compared with those of checkpoints.
-        num_buffers: buffers at the end of the run that were compared with those of checkpoints.
         hash: the hash of the last line, which covers all lines.
         findings: what is wrong, line by line; empty if nothing is.
     """
@@ -41,7 +38,6 @@ class LedgerStatus:
     begins_after: int = 0
     has_ended: bool = False
     num_scored: int = 0
-    num_buffers: int = 0
     hash: str = ""
     findings: list[str] = field(default_factory=list)
 
@@ -55,7 +51,6 @@ def verify(
     run: str | Path,
     sidecars: Mapping[str, Sidecar] | None = None,
     *,
-    hash_buffers: Callable[[str, Collection[str]], Mapping[str, str | None]] | None = None,
     watch: Callable[[dict[str, Any]], object] | None = None,
 ) -> LedgerStatus:
     """Verify the ledger of a run.
@@ -66,9 +61,6 @@ def verify(
             must be in the ledger, the scores that they state must be those that the run has
             recorded, and so must their digests; if the last one says that the run has finished, so
             must the ledger.
-        hash_buffers: returns the hashes of buffers in a checkpoint, as far as it has them, from its
-            file name and their names. It is called with those that were saved right before the last
-            line of a run that has ended: both must have equal buffers.
         watch: called with each line that follows from the one before it, except for the header.
 
     Returns:
@@ -85,10 +77,10 @@ def verify(
         name: (mark["size"], mark["hash"], mark.get("tail", mark["hash"]))
         for name, mark in marks.items()
     }
-    missing, begin, size = set(places.values()), 0, 0
+    missing, size = set(places.values()), 0
     for number, data in enumerate(read_all_lines(path), 1):
         reader.read(number, data)
-        begin, size = size, size + len(data)
+        size += len(data)
         missing.discard((size, reader.chain, reader.tail))
     if not reader.chain:
         raise LedgerError(f"The ledger {path} is empty, so there is nothing to verify.")
@@ -103,9 +95,6 @@ def verify(
     ]
     status.findings += _check_digests(path.parent, sidecars)
     _check_scores(status, sidecars, reader.scores)
-    if hash_buffers is not None:
-        for name in sorted(name for name, place in places.items() if place[0] == begin):
-            _check_buffers(status, name, hash_buffers(name, reader.buffers), reader.buffers)
     return status
 
 
@@ -119,32 +108,15 @@ def _check_scores(
         tables = {} if best is None else {best.iteration: best.scores}
         for iteration, table in {**tables, sidecar.iteration: sidecar.metrics}.items():
             own = recorded.by_iteration.get(iteration, {})
-            place = with_step(iteration, recorded.steps.get(iteration))
             shared = table.keys() & own.keys()
             seen |= {iteration} if shared else set()
             status.findings += [
                 f"{name} has the score {key} {table[key]!r} of the validation after iteration "
-                f"{place}, but the run has recorded {own[key]!r}"
+                f"{iteration}, but the run has recorded {own[key]!r}"
                 for key in sorted(shared)
                 if write_float(table[key]) != write_float(own[key])
             ]
     status.num_scored = len(seen)
-
-
-def _check_buffers(
-    status: LedgerStatus,
-    name: str,
-    stated: Mapping[str, str | None],
-    recorded: Mapping[str, str | None],
-) -> None:
-    """Compare the buffers of a checkpoint with those of the end of the run, right after it."""
-    shared = [key for key in recorded if key in stated and recorded[key] is not None]
-    status.num_buffers = max(status.num_buffers, len(shared))
-    status.findings += [
-        f"{name} has another value of the buffer {key} than the run has recorded at its end"
-        for key in shared
-        if stated[key] != recorded[key]
-    ]
 
 
 def _check_digests(folder: Path, sidecars: Mapping[str, Sidecar]) -> Iterator[str]:
@@ -165,7 +137,6 @@ class _Reader:
         chain: the hash of the chain so far.
         tail: that of the line before, which may have scores, beside the chain.
         scores: those of validations.
-        buffers: the hashes of the buffers at the end of the run, by name; empty without its line.
     """
 
     def __init__(
@@ -173,11 +144,9 @@ class _Reader:
     ) -> None:
         self.chain = self.tail = ""
         self.scores = RunScores()
-        self.buffers: dict[str, str | None] = {}
         self._status = status
         self._watch = watch
         self._number = self._iteration = 0
-        self._step: int | None = None
 
     def read(self, number: int, data: bytes) -> None:
         self._number = number
@@ -204,7 +173,7 @@ class _Reader:
         count = len(self.scores.by_iteration)
         try:
             _, self.tail = unseal(data, self.chain)
-            after = self.scores.add(data, self._step)
+            after = self.scores.add(data)
         except LedgerError as error:
             self._note(str(error))
             return
@@ -221,24 +190,23 @@ class _Reader:
             return
         if "end" in content:
             status.has_ended = True
-            self.buffers = dict(content.get("buffers", {}))
         else:
-            _, iteration, step = content["at"]
+            _, iteration, _ = content["at"]
             if iteration != self._iteration + 1:
-                self._note(f"is iteration {with_step(iteration, step)}")
-            self._iteration, self._step = iteration, step
+                self._note(f"is iteration {iteration}")
+            self._iteration = iteration
             status.num_iterations += 1
         if self._watch is not None:
             self._watch(content)
 
     def _note(self, what: str) -> None:
         """Note what is wrong with the present line."""
-        place = f"after iteration {with_step(self._iteration, self._step)}"
-        self._status.findings.append(f"line {self._number}, {place}, {what}")
+        place = f"line {self._number}, after iteration {self._iteration}"
+        self._status.findings.append(f"{place}, {what}")
 
     def _count(self, data: bytes) -> None:
         """Count a bad line as an iteration if it is still one, so that the next one follows."""
         head = data.partition(b"]")[0].split(b",")
         if data.startswith(b'{"at":[') and len(head) > 1 and head[1].isdigit():
-            self._iteration, self._step = int(head[1]), None
+            self._iteration = int(head[1])
             self._status.num_iterations += 1

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.core.utils import read_rates
+from helios.core.utils import Clock, read_rates
 from helios.counters import TrainingState
-from helios.ledger.line import Hashes, LineReceiver, write_body, write_iteration
-from helios.ledger.weight_digests import WeightDigests
+from helios.ledger.book import EVERY
+from helios.ledger.line import Hashes, LineReceiver, write_body, write_hash, write_iteration
 from helios.listeners import Iteration, Recorder, Validated
-from helios.protocols import Clock
 from helios.storage.content_hash import (
     Content,
     add_over,
+    fingerprint,
     fingerprint_indices,
     read_safely,
 )
@@ -63,8 +63,11 @@ class LedgerWriter(Recorder):
         book: takes the lines; ``None`` on ranks other than 0.
         block: the replicas of this process.
         num_processes: processes that run replicas.
-        weights: takes the digests of the weights.
+        find_weights: returns all parameters by name.
+        find_buffers: returns the persistent buffers of the networks that are saved, by name.
         find_optimizers: returns the optimizers by path.
+        reads_weights: whether this process reads them: it writes the ledger, or holds shards.
+        every: the number of steps between two digests of the weights.
         attributes: those of the model, in which an optimizer may be replaced.
         mark: that of the ledger in the checkpoint that the run continues from.
         after: the last iteration before this start.
@@ -78,8 +81,11 @@ class LedgerWriter(Recorder):
         block: range,
         *,
         num_processes: int = 1,
-        weights: WeightDigests,
+        find_weights: Callable[[], Mapping[str, Tensor]],
+        find_buffers: Callable[[], Mapping[str, Tensor]],
         find_optimizers: Callable[[], Mapping[str, Optimizer]],
+        reads_weights: bool,
+        every: int = EVERY,
         attributes: Mapping[str, Any],
         mark: Mapping[str, Any] | None = None,
         after: int = 0,
@@ -88,10 +94,12 @@ class LedgerWriter(Recorder):
     ) -> None:
         self._book = book
         self._block = block
-        self._num_processes = num_processes
         self._has_others = num_processes > 1
-        self._weights = weights
+        self._find_weights = find_weights
+        self._find_buffers = find_buffers
         self._find_optimizers = find_optimizers
+        self._reads_weights = reads_weights
+        self._every = every
         self._attributes = attributes
         self._mark = mark
         self._after = after
@@ -141,7 +149,7 @@ class LedgerWriter(Recorder):
         if state.is_step_boundary:
             if not state.is_step_committed:
                 rest = _SKIPPED
-            elif state.global_step % self._weights.every == 0 and self._weights.is_read:
+            elif state.global_step % self._every == 0 and self._reads_weights:
                 rest = self._digests()
         if self._book is None:
             return
@@ -167,10 +175,11 @@ class LedgerWriter(Recorder):
         self.settle()
         place = [state.global_epoch, state.global_iteration, state.global_step]
         content: dict[str, Any] = {"at": place, "end": 1}
-        if self._weights.is_read:
+        if self._reads_weights:
             content |= self._digests()
             with self._guard("buffers"):
-                content |= self._weights.describe_buffers()
+                buffers = sorted(self._find_buffers().items())
+                content["buffers"] = {name: hash_buffer(buffer) for name, buffer in buffers}
         if self._book is not None:
             self._book.append([write_body(content)])
 
@@ -190,16 +199,11 @@ class LedgerWriter(Recorder):
             self._book.sync()
 
     def validated(self, validated: Validated) -> None:
-        """Add the scores after the line of their iteration.
-
-        Those that were filled by hand are marked, unless one process has seen all samples.
-        """
+        """Add the scores after the line of their iteration."""
         if self._book is not None:
             self.settle()
-            names = sorted(validated.by_hand) if self._has_others else ()
-            by_hand = dict.fromkeys(names, self._num_processes)
             iteration = validated.state.global_iteration
-            self._book.append_scores(iteration, validated.scores, self._unscored, by_hand)
+            self._book.append_scores(iteration, validated.scores, self._unscored)
 
     def closed(self) -> None:
         """Write the lines that wait, and close the ledger."""
@@ -279,7 +283,7 @@ class LedgerWriter(Recorder):
 
     def _digests(self) -> dict[str, Any]:
         with self._guard("weights"):
-            return self._weights.describe()
+            return digest_weights(self._find_weights(), self._find_optimizers())
         return {}
 
 
@@ -328,3 +332,42 @@ def from_numbers(totals: Sequence[float]) -> Hashes:
     *halves, num_unseen, num_unknown = map(int, totals)
     order = None if num_unknown else ((halves[0] << 32) + halves[1]) % _MODULUS
     return Hashes(order, ((halves[2] << 32) + halves[3]) % _MODULUS, num_unseen)
+
+
+def digest_weights(
+    weights: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]
+) -> dict[str, Any]:
+    """Return hashes of the weights and of the state of the optimizers, as a line has them.
+
+    A collective call if the weights are sharded.
+
+    Raises:
+        Exception: whatever reading a tensor of the user raises.
+    """
+    names = {id(tensor): name for name, tensor in weights.items()}
+    state = {path: _state_of(each, names) for path, each in optimizers.items()}
+    hashes = [write_hash(fingerprint(value)) for value in (weights, state)]
+    return {"weights": hashes[0], "optimizer": hashes[1]}
+
+
+def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return the state of an optimizer by names of parameters, whose order may differ."""
+    groups, state, number = [], {}, 0
+    for group in optimizer.param_groups:
+        found = []
+        for parameter in group["params"]:
+            name = names.get(id(parameter), f"?{number}")
+            number += 1
+            found.append(name)
+            if parameter in optimizer.state:
+                state[name] = optimizer.state[parameter]
+        rest = {name: value for name, value in group.items() if name != "params"}
+        groups.append({**rest, "params": sorted(found)})
+    return {"groups": groups, "state": state}
+
+
+def hash_buffer(buffer: Tensor) -> str | None:
+    """Return the hash of a buffer; ``None`` if its content cannot be read, as of a sparse one."""
+    # A device may hash large ones in its own way.
+    content = read_safely(buffer.cpu())
+    return None if content.num_unseen else write_hash(content.fingerprint)

@@ -151,22 +151,19 @@ class Boundary:
             Whether ``have_metrics_improved`` returned True in any process.
         """
         parts, run, state = self._parts, self._run, self._run.state
-        gather, table = parts.replicas.gather_objects, parts.model.metrics
-        judgements = gather((bool(parts.model.have_metrics_improved()), as_numbers(table)))
+        gather, scores = parts.replicas.gather_objects, as_numbers(parts.model.metrics)
+        judgements = gather((bool(parts.model.have_metrics_improved()), scores))
         has_improved = any(improved for improved, _ in judgements)
         losses = parts.loss_means.pop_means(Viewer.VALIDATION, gather)
         validation = Validation(state.global_iteration, judgements[0][1], state.global_step)
         is_among = run.best.judge(validation, has_improved=has_improved)
         if is_among and run.best.rule is not None and run.best.rule.saves:
             run.agreed.is_checkpoint_wanted = True
-        # A hook may have replaced a sum by a score of its own.
-        summed = {name for name, score in run.summed_scores.items() if table.get(name) is score}
         validated = Validated(
             validation.scores,
             state,
             has_improved=has_improved,
             best=run.best.best,
-            by_hand=validation.scores.keys() - summed,
             losses=losses,
         )
         for listener in parts.run_listeners:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 import helios.schedule as due
 from helios.core.utils import AverageTimer
 from helios.counters import Phase
-from helios.data.source import BatchIterator, NoBatches
+from helios.data.source import BatchIterator, WrappedBatches
 from helios.errors import UsageError
 from helios.findings import FindingKind
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
@@ -26,7 +26,6 @@ from helios.run_parts import RunParts
 from helios.run_state import Place
 
 _LOGGER = logging.getLogger(__name__)
-_NONE = NoBatches("EpochLoop.batches")
 _END = object()
 _IDLE_BATCHES = 100
 
@@ -38,12 +37,6 @@ class BatchLoop(Loop):
     _internals: ClassVar[str] = f"{_bound} _is_done optimizer_loop"
 
     roles = ("optimizer_loop",)
-    _role_types: ClassVar = {"optimizer_loop": OptimizerLoop}
-    _role_arguments: ClassVar = {"optimizer_loop": ("batch",)}
-
-    if TYPE_CHECKING:
-
-        def connect(self, *, optimizer_loop: Loop = ...) -> None: ...  # type: ignore[override]
 
     def __init__(self, optimizer_loop: Loop | None = None) -> None:
         super().__init__()
@@ -97,33 +90,23 @@ class EpochLoop(Loop):
         "_schedule _shared _state _step_ended _step_started _train"
     )
     _internals: ClassVar[str] = (
-        f"{_bound} _batches _counted _has_left _is_complete _is_over _kind _must_open _num_done "
+        f"{_bound} _batches _has_left _is_complete _is_over _kind _num_done "
         "_timer batch_loop val_loop"
     )
 
     roles = ("batch_loop", "val_loop")
-    _role_types: ClassVar = {"batch_loop": BatchLoop, "val_loop": ValidationLoop}
-    _role_arguments: ClassVar = {"batch_loop": ("batch",)}
-
-    if TYPE_CHECKING:
-
-        def connect(  # type: ignore[override]
-            self, *, batch_loop: Loop = ..., val_loop: Loop = ...
-        ) -> None: ...
 
     def __init__(self, batch_loop: Loop | None = None, val_loop: Loop | None = None) -> None:
         super().__init__()
         self.batch_loop: BatchLoop = batch_loop  # type: ignore[assignment] # until attached
         self.val_loop: ValidationLoop = val_loop  # type: ignore[assignment]
-        self._batches: BatchIterator = _NONE
-        self._must_open = False
+        self._batches: BatchIterator | None = None
         self._kind = STEP
         self._timer = AverageTimer()
         self._is_over = False
         self._is_complete = False
         self._has_left = False
         self._num_done = 0
-        self._counted: tuple[int, ...] = ()
 
     def _bind(self, parts: RunParts) -> None:
         self._engine, self._schedule = parts.engine, parts.schedule
@@ -151,6 +134,8 @@ class EpochLoop(Loop):
         that of the base, or in ``advance``. Before, and outside a run, the first access raises
         ``UsageError``.
         """
+        if self._batches is None:
+            raise UsageError("EpochLoop.batches is not available: the epoch was not started.")
         return self._batches
 
     @property
@@ -165,18 +150,16 @@ class EpochLoop(Loop):
         self._state = self._iteration.state = self._run.state
         self._boundary = Boundary(self._parts)
         self._kind = WINDOW if self._schedule.is_by_epoch else STEP
-        self._must_open = True
         self._run.num_skipped_batches = 0
         if self._run.is_in_epoch:
             self._open()
 
-    def _open(self) -> None:
+    def _open(self) -> BatchIterator:
         """Open the data at the cursor, without replaying or skipping batches.
 
         Workers start here, with a copy of the data set: what a hook changes in it later does not
         reach them.
         """
-        self._must_open = False
         run, cursor, listeners = self._run, self._run.cursor, self._parts.listeners
         source = self._parts.training_source
         total, done = source.measure(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
@@ -184,34 +167,25 @@ class EpochLoop(Loop):
             total = None
         self._is_complete = total == done
         run.num_skipped_batches = cursor.batch - done
-        self._batches = source.batches(
+        batches = source.batches(
             cursor.epoch,
             batch=cursor.batch,
             sample=cursor.sample,
             reads_content=bool(listeners.batches_fetched),
         )
-        self._catch_up()
+        self._batches = batches
+        for _ in batches.catch_up():
+            run.num_other_batches += 1
+            self._end_pause()
         if not source.ends_together:
-            self._batches = EvenBatches(self._batches, self._parts.replicas)
-        run.batches = self._batches
+            batches = EvenBatches(batches, self._parts.replicas)
+        run.batches = self._batches = batches
         if self._shared is not None:
             self._shared.begin_epoch()
         for notify in listeners.epoch_opened:
             notify(cursor.epoch, total, cursor.step)
         self._timer.start()
-
-    def _catch_up(self) -> None:
-        """Read again what comes before the cursor, with a bar, if the data cannot start there."""
-        count, evaluated = self._batches.replay_length, self._parts.listeners.evaluated
-        if not count:
-            return
-        for notify in evaluated:
-            notify("reading again", 0, count)
-        for number, _ in enumerate(self._batches.catch_up(), 1):
-            self._run.num_other_batches += 1
-            for notify in evaluated:
-                notify("reading again", number, count)
-        self._end_pause()
+        return batches
 
     def on_run_start(self) -> None:
         """Begin the epoch, or continue after the safe point of a checkpoint inside it."""
@@ -222,19 +196,18 @@ class EpochLoop(Loop):
         self._state.begin_epoch(self._run.cursor.epoch)
         self._parts.hooks.emit("on_training_epoch_start", self._state.global_epoch)
         self._parts.check_data()
-        if self._must_open:
-            self._open()
+        self._open()
 
     def advance(self) -> None:
         """Train on the batches of one iteration."""
-        if self._must_open:
-            # A subclass has an on_run_start of its own.
-            self._open()
-        run, runner, batches = self._run, self._runner, self._batches
+        run, runner, batches = self._run, self._runner, self._batches or self._open()
         run.place = Place.NEXT_BATCH
         found = next(batches)
         if batches.skipped[0]:
-            self._jump(*batches.skipped)
+            num_batches, num_samples = batches.skipped
+            run.cursor.batch += num_batches
+            run.cursor.sample += num_samples
+            run.num_skipped_batches += num_batches
         for notify in self._parts.listeners.batches_fetched:
             numbers = notify(found, batches.indices, batches.contents)
             if numbers:
@@ -282,47 +255,13 @@ class EpochLoop(Loop):
                 "override OptimizerLoop.losses(batch) for a step of your own."
             )
 
-    def _refuse_other_counts(self, counted: tuple[int, ...]) -> None:
-        """Refuse counters that a hook or step has assigned.
-
-        Raises:
-            UsageError: with what differs.
-        """
-        names = ("global_iteration", "current_iteration", "global_epoch", "global_step")
-        changed = [
-            f"state.{name} from {before} to {now}"
-            for name, before, now in zip(names, self._counted, counted, strict=True)
-            if before != now
-        ]
-        raise UsageError(
-            "The counters of a run must not be assigned, but a hook, a step or a loop has changed "
-            f"{' and '.join(changed)}. Keep counts of your own in self; request_stop(reason) ends "
-            "a run."
-        )
-
-    def _jump(self, num_batches: int, num_samples: int) -> None:
-        """Move the cursor past batches that are skipped."""
-        self._run.cursor.batch += num_batches
-        self._run.cursor.sample += num_samples
-        self._run.num_skipped_batches += num_batches
-
     def on_advance_end(self) -> None:
         """Poll for a stop; at a boundary, do what is due there."""
         state = self._state
-        counted = (
-            state.global_iteration,
-            # A skipped update has withdrawn the count of its step.
-            state.current_iteration
-            + (not state.is_step_committed and not self._schedule.is_by_epoch),
-            state.global_epoch,
-            state.global_step - (state.is_step_boundary and state.is_step_committed),
-        )
-        if self._counted and counted != self._counted:
-            self._refuse_other_counts(counted)
         try:
             if "should_training_stop" in self._parts.hooks.active:
                 self._boundary.poll()
-            self._is_complete = self._is_over = self._batches.is_last
+            self._is_over = self._is_complete
             if not state.is_step_boundary:
                 return
             if self._is_complete and self._kind is WINDOW:
@@ -338,15 +277,12 @@ class EpochLoop(Loop):
 
     def on_run_end(self) -> None:
         """End the epoch; in EPOCH unit its end is a boundary."""
-        if self._is_complete:
-            self._name_unused()
         self._close_batches()
         self._refuse_empty_epoch()
         if not self._is_over and not self._is_complete:
             self._end_cut_epoch()
         if self._is_left_unfinished:
             return
-        self._warn_of_lost_steps()
         is_by_epoch, schedulers = self._schedule.is_by_epoch, self._parts.schedulers
         if self._has_left and not self._is_complete:
             if is_by_epoch:
@@ -396,42 +332,11 @@ class EpochLoop(Loop):
         # Epochs without batches would run forever, or end a training without any step.
         run = self._run
         if self._num_done == 0 and run.cursor.batch == 0 and not self._has_left:
-            if run.is_leaving:
-                raise UsageError(
-                    "The run must end at the end of an accumulation window, but a hook raises "
-                    "StopIteration at the first batch of every epoch. To end a run, only call "
-                    "request_stop or interrupt, and let the window be completed."
-                )
             raise UsageError(
                 f"Epoch {run.state.global_epoch} has no batches. Either the data is an "
                 "iterator that can be read only once (let its __iter__ return a new iterator), or "
-                "a hook raises StopIteration at the first batch."
-            )
-
-    def _name_unused(self) -> None:
-        """Say once how many samples of longer parts of a stream an epoch leaves unused."""
-        own = self._parts.training_source.count_unused()
-        if own is None:
-            return
-        found = self._parts.replicas.gather_objects(own)
-        count, are_all = sum(number for number, _ in found), all(is_end for _, is_end in found)
-        if count:
-            _LOGGER.warning(
-                "The parts of the Stream differ: an epoch ends with the shortest one, and epoch %d "
-                "has left %s%s samples of the others unused. Divide the data into parts of equal "
-                "length.",
-                self._state.global_epoch,
-                "" if are_all else "more than ",
-                f"{count:,}",
-            )
-
-    def _warn_of_lost_steps(self) -> None:
-        state = self._state
-        if self._run.cursor.step == 0 and self._num_done and not state.is_step_committed:
-            _LOGGER.warning(
-                "Epoch %d has made no optimizer step: all were skipped. A run that counts steps "
-                "never ends like this.",
-                state.global_epoch,
+                "a hook raises StopIteration at the first batch. To end a run, only call "
+                "request_stop or interrupt, and let the window be completed."
             )
 
     def _end_cut_epoch(self) -> None:
@@ -471,12 +376,6 @@ class EpochLoop(Loop):
             is_manual=bool(run.is_manual),
         )
         state.begin_iteration(schedule.unit, is_boundary=is_boundary)
-        self._counted = (
-            state.global_iteration,
-            state.current_iteration,
-            state.global_epoch,
-            state.global_step,
-        )
         self._engine._gradient_norm = None
         self._runner.begin_iteration(state.global_iteration)
         opens_window = was_boundary or state.global_iteration == 1
@@ -527,6 +426,7 @@ class EpochLoop(Loop):
             notify(iteration)
         # A graph that a loss still has must not last into the next iteration.
         iteration.losses, iteration.means, iteration.rates = {}, {}, {}
+        self._is_complete = batches.is_last
         run.cursor.batch += 1
         run.cursor.sample += batches.num_samples
         state.dataset_iter += 1
@@ -562,15 +462,16 @@ class EpochLoop(Loop):
             notify()
 
     def _close_batches(self) -> None:
-        self._batches.close()
-        self._batches, self._must_open = _NONE, False
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
         # An error in setup ends the call before the loop is attached.
         if "_run" in vars(self):
             self._run.batches = None
 
 
 @final
-class EvenBatches(BatchIterator):
+class EvenBatches(WrappedBatches):
     """Ends the pass of all processes when the data of the first one ends.
 
     The remaining batches of the others are not used.
@@ -581,7 +482,7 @@ class EvenBatches(BatchIterator):
     """
 
     def __init__(self, batches: BatchIterator, replicas: Replicas) -> None:
-        self._batches = batches
+        super().__init__(batches)
         self._replicas = replicas
 
     def __next__(self) -> Any:
@@ -590,10 +491,6 @@ class EvenBatches(BatchIterator):
         if has_ended:
             self.close()
             raise StopIteration
-        self.num_samples, self.is_last = self._batches.num_samples, is_last
-        self.indices, self.contents = self._batches.indices, self._batches.contents
+        self._describe()
+        self.is_last = is_last
         return batch
-
-    def close(self) -> None:
-        """End the pass and its workers."""
-        self._batches.close()

@@ -1,4 +1,4 @@
-"""Passes over data without gradients: validation, inside fit or on its own, and testing.
+"""Passes over data without gradients: validation, inside fit or on its own, tests, predictions.
 
 An evaluation uses its own random numbers and restores the generators, modes and cuDNN settings,
 also after an error, so it does not affect training.
@@ -10,7 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -31,14 +31,8 @@ from helios.sharding.repeated_steps import without_trace
 
 _LOGGER = logging.getLogger(__name__)
 _END = object()
-
-
-class _ReplicaBatch(NamedTuple):
-    """The part of a replica of this process in an iteration."""
-
-    replica: int
-    batch: Any
-    size: int | None
+_ReplicaBatch: TypeAlias = tuple[int, Any, int | None]
+"""A replica of this process, its batch, and how many samples that has."""
 
 
 class EvaluationLoop(Loop):
@@ -139,8 +133,7 @@ class EvaluationLoop(Loop):
 
     def advance(self, *args: Any) -> None:
         """Evaluate one batch, or continue with the next loader."""
-        if self._batches is None:
-            raise UsageError(f"{type(self).__name__} was advanced before it was started.")
+        assert self._batches is not None, "on_run_start opens them"
         parts = self._parts
         # Inside fit, the training ends at its safe point.
         if parts.writer is None and (reason := parts.outside()):
@@ -216,14 +209,14 @@ class EvaluationLoop(Loop):
         pairs = zip(self._parts.replicas.local_replicas, batches, strict=True)
         found = [(replica, batch) for replica, batch in pairs if batch is not NO_BATCH]
         known = [None] * len(found) if sizes is None else sizes
-        return [_ReplicaBatch(*pair, size) for pair, size in zip(found, known, strict=True)]
+        return [(*pair, size) for pair, size in zip(found, known, strict=True)]
 
     def _process(self, shares: Sequence[_ReplicaBatch], step: int, *which: int) -> None:
         """Evaluate the batches of this process's replicas, between one pair of events."""
         run, hooks, noun, forward = self._run, self._parts.hooks, self.noun, self._forward
         model = self._parts.model
         self._seed()
-        run.batch = run.raw_batch = shares[0].batch
+        run.batch = run.raw_batch = shares[0][1]
         hooks.emit(f"on_{noun}_batch_start", step, *which)
         for replica, batch, size in shares:
             self._parts.runner.begin_share(replica, self._seed)
@@ -304,11 +297,14 @@ class Totals:
 
     Args:
         step_name: the step whose results are added, for messages.
+
+    Attributes:
+        sums: sum and weight of each score so far.
     """
 
     def __init__(self, step_name: str) -> None:
         self._step_name = step_name
-        self._totals: dict[str, tuple[Any, Any]] = {}
+        self.sums: dict[str, tuple[Any, Any]] = {}
 
     def add(self, result: Any, suffix: str = "", *, size: int | None = None) -> None:
         """Add the result of one step.
@@ -338,14 +334,9 @@ class Totals:
                 f"got {result!r}."
             )
         for name, item in result.items():
-            known = self._totals.get(name + suffix, (0.0, 0.0))
+            known = self.sums.get(name + suffix, (0.0, 0.0))
             total, weight = map(as_summand, item)
-            self._totals[name + suffix] = (known[0] + total, known[1] + weight)
-
-    @property
-    def sums(self) -> dict[str, tuple[Any, Any]]:
-        """Sum and weight of each score so far."""
-        return self._totals
+            self.sums[name + suffix] = (known[0] + total, known[1] + weight)
 
 
 def write_scores(sums: Mapping[str, tuple[Any, Any]], scores: dict[str, Any]) -> None:
@@ -357,21 +348,17 @@ def write_scores(sums: Mapping[str, tuple[Any, Any]], scores: dict[str, Any]) ->
 class ScoringLoop(EvaluationLoop):
     """Base of passes whose steps return scores; the result is True, or None without data."""
 
-    _internals: ClassVar[str] = "_has_named_sizes _totals"
+    _internals: ClassVar[str] = "_totals"
 
     def __init__(self) -> None:
         super().__init__()
-        self._has_named_sizes = False
-        self._log = StepLog(self._find_batch_size)
+        self._log = StepLog(lambda: self._batch_size)
 
     def reset(self) -> None:
         """Begin a pass with empty totals."""
         super().reset()
         block = self._parts.replicas.local_replicas
         self._totals = {replica: Totals(self.step_name) for replica in block}
-
-    def _find_batch_size(self) -> int | None:
-        return self._batch_size
 
     @property
     @abstractmethod
@@ -383,15 +370,6 @@ class ScoringLoop(EvaluationLoop):
         self._totals[replica].add(result, suffix, size=size)
         if self._log is not None and self._log.sums:
             self._totals[replica].add(self._log.take(), suffix)
-        if size is None and isinstance(result, Processed) and not self._has_named_sizes:
-            self._has_named_sizes = True
-            _LOGGER.info(
-                "The loader of the %s data does not say how many samples a batch has, so each "
-                "batch has the same weight in the scores. Create it with create_dataloader, or "
-                "return {name: (sum, weight)} from %s.",
-                self.phase.value,
-                self.step_name,
-            )
 
     def _compare(self) -> None:
         if not self._run.is_sanity_check:
@@ -417,7 +395,6 @@ class ScoringLoop(EvaluationLoop):
     def _finish_pass(self) -> bool:
         sums = self._parts.replicas.sum_scores([part.sums for part in self._totals.values()])
         write_scores(sums, self.scores)
-        self._run.summed_scores = {name: self.scores[name] for name in sums}
         return True
 
 
@@ -474,3 +451,32 @@ class TestingLoop(ScoringLoop):
     def scores(self) -> dict[str, Any]:
         """The test scores."""
         return self._parts.model.test_scores
+
+
+class PredictionLoop(EvaluationLoop):
+    """One prediction pass.
+
+    Its result is the list of predictions, one per batch; with several loaders, a list of such
+    lists, one for each loader.
+    """
+
+    _internals: ClassVar[str] = "_predictions"
+
+    phase = Phase.PREDICTION
+    noun = "predicting"
+    step_name = "predict_step"
+
+    def reset(self) -> None:
+        """Begin a pass without predictions."""
+        super().reset()
+        self._predictions: list[list[Any]] = [[] for _ in self._sources]
+
+    def _add_result(self, result: Any, replica: int = 0, size: int | None = None) -> None:
+        self._predictions[self._loader].append(result)
+
+    def _shown(self, result: Any) -> tuple[Any, ...]:
+        return (result,)
+
+    def _finish_pass(self) -> list[Any]:
+        predictions, self._predictions = self._predictions, []
+        return predictions if len(self._sources) > 1 else predictions[0]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from helios.backup import Backup
 from helios.core import rng
 from helios.core.loss_means import Viewer
 from helios.counters import Phase
-from helios.data.keyed import data_sets_of
+from helios.data.loader import data_sets_of
 from helios.engines.engine import Engine, redefines
 from helios.errors import UsageError
 from helios.loops.boundary import EPOCH, STEP, Boundary, check_weights
@@ -33,11 +33,6 @@ class FitLoop(Loop):
     _internals: ClassVar[str] = "_has_run epoch_loop"
 
     roles = ("epoch_loop",)
-    _role_types: ClassVar = {"epoch_loop": EpochLoop}
-
-    if TYPE_CHECKING:
-
-        def connect(self, *, epoch_loop: EpochLoop = ...) -> None: ...  # type: ignore[override]
 
     def __init__(self, epoch_loop: EpochLoop | None = None) -> None:
         super().__init__()
@@ -48,7 +43,8 @@ class FitLoop(Loop):
     def done(self) -> bool:
         """Whether the run should end; requests between epochs wait for a safe point."""
         if self._has_run:
-            return self.epoch_loop.has_left
+            has_left = self.epoch_loop.has_left
+            return self._run.is_leaving if has_left is None else has_left
         return self._run.is_leaving and not self._run.is_in_epoch
 
     def reset(self) -> None:

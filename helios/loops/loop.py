@@ -17,12 +17,8 @@ from typing_extensions import final
 from helios.core.loss_means import WeightedLoss
 from helios.counters import Cursor, TrainingState
 from helios.engines.engine import Engine, redefines
-from helios.errors import ArgumentError, StateError, UsageError
-from helios.hooks.overrides import (
-    check_arguments,
-    check_overrides,
-    check_state_methods,
-)
+from helios.errors import ArgumentError, UsageError
+from helios.hooks.bus import check_overrides, check_state_methods
 from helios.model.model import Model
 from helios.model.processor import Processed
 from helios.run_parts import RunParts
@@ -33,7 +29,6 @@ _LOGGER = logging.getLogger(__name__)
 
 Child = TypeVar("Child", bound="Loop")
 _HOOKS = ("skip", "reset", "on_run_start", "on_advance_start", "on_advance_end")
-_TAKING = ("on_run_start", "on_advance_start", "advance")
 _CYCLE = {*_HOOKS, "advance", "on_run_end", "on_skip", "done"}
 
 
@@ -47,14 +42,6 @@ def make_stray_stop(error: StopIteration) -> UsageError:
         "end an epoch (on_training_batch_start can). It usually comes from next() on an exhausted "
         f"iterator: catch it there, or restart the iterator. ({error!r})"
     )
-
-
-class _StopAgreed:
-    """Whether a run ends after an epoch loop that does not say so; an own attribute hides it."""
-
-    def __get__(self, loop: Loop | None, kind: type[Loop]) -> bool:
-        run = None if loop is None else vars(loop).get("_run")
-        return run is not None and run.is_leaving
 
 
 @final
@@ -105,14 +92,11 @@ class Loop(ABC):
 
     Attributes:
         roles: names of the children; each is an attribute that holds a loop.
-        role_types: which of Helios' own loops a role takes; a loop that derives from none of them
-            may take any role.
-        role_arguments: what a loop passes to its child in a role; nothing if it is not named.
         unsaved: names of attributes that training changes and that need not be saved.
         session: what the loop may access, while a trainer runs it. Helios' own loops take what they
             need from the objects and the state of the run, when they are attached.
-        has_left: of an epoch loop, whether the run ends after it; by default, whether all processes
-            have agreed on a stop.
+        has_left: of an epoch loop, whether the run ends after it; ``None`` if it ends after all
+            processes have agreed on a stop.
     """
 
     _bound: ClassVar[str] = "_parts _run session"
@@ -121,15 +105,11 @@ class Loop(ABC):
     unsaved: ClassVar[tuple[str, ...]] = ()
 
     roles: ClassVar[tuple[str, ...]] = ()
-    _role_types: ClassVar[Mapping[str, type[Loop]]] = {}
-    _role_arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     session: SessionView
     _parts: RunParts
     _run: RunState
-    has_left: bool = _StopAgreed()  # type: ignore[assignment]
+    has_left: bool | None = None
     _overridden: ClassVar[frozenset[str]] = frozenset()
-    _has_own_advance: ClassVar[bool] = False
-    """Whether a user has written ``advance``."""
     _has_own_cycle: ClassVar[bool] = False
     """Whether a user has written any of it. If not, one round of ours may stand for ``run``."""
 
@@ -140,7 +120,6 @@ class Loop(ABC):
             name for name in _HOOKS if getattr(cls, name) is not getattr(Loop, name)
         )
         own = [base for base in cls.__mro__ if not _is_ours(base)]
-        cls._has_own_advance = any("advance" in vars(base) for base in own)
         cls._has_own_cycle = any(vars(base).keys() & _CYCLE for base in own)
 
     @final
@@ -162,7 +141,6 @@ class Loop(ABC):
 
         Raises:
             UsageError: if a role is empty.
-            ArgumentError: for a loop that was made for another role.
             ArgumentTypeError: for a method that does not take what is passed to it.
         """
         missing = sorted(set(self.roles) - set(self._children()))
@@ -177,15 +155,11 @@ class Loop(ABC):
         if parts is not None:
             self.session, self._parts, self._run = SessionView(parts), parts, parts.run
             if not _is_ours(type(self)):
-                check_overrides(self, _find_base(type(self)), apart=_TAKING)
+                check_overrides(self, _find_base(type(self)))
                 check_state_methods(self, Loop)
                 parts.agreement.expect_late_requests()
                 parts.agreement.has_own_loops = True
-        for role, child in self._children().items():
-            if parts is not None:
-                self._check_child(role, child)
-                if not self._has_own_advance:
-                    check_arguments(child, _TAKING, self._role_arguments.get(role, ()))
+        for child in self._children().values():
             child._attach(parts)
         if parts is not None:
             self._bind(parts)
@@ -197,8 +171,7 @@ class Loop(ABC):
         """Replace children by role; roles that a new child leaves empty keep the old one's loops.
 
         Raises:
-            ArgumentError: for an unknown role, something that is not a loop, or a loop that was
-                made for another role.
+            ArgumentError: for an unknown role, or something that is not a loop.
         """
         for role, loop in loops.items():
             self._check_child(role, loop)
@@ -218,19 +191,9 @@ class Loop(ABC):
                 f"{list(self.roles)}, got {role!r}. A loop below has roles of its own."
             )
         if not isinstance(loop, Loop):
-            remedy = "Derive it from a class of helios.loops."
-            if isinstance(loop, type) and issubclass(loop, Loop):
-                remedy = f"Pass an object: {loop.__name__}()."
             raise ArgumentError(
                 f"{type(self).__name__}.connect({role}=...) must be a Loop instance, got {loop!r}. "
-                f"{remedy}"
-            )
-        wanted = self._role_types.get(role, Loop)
-        if not isinstance(loop, wanted) and _is_built_in(type(loop)):
-            raise ArgumentError(
-                f"{type(self).__name__}.{role} must be of class {wanted.__name__}, got "
-                f"{type(loop).__name__}, which was made for another role. Derive the loop from "
-                f"{wanted.__name__}, or connect it in the right role."
+                "Pass an object of a class that derives from one of helios.loops."
             )
 
     @final
@@ -319,19 +282,9 @@ class Loop(ABC):
 
     @final
     def _spread_states(self, path: str, states: dict[str, dict[str, Any]]) -> None:
-        """Restore saved states, by role path, of the loop and all below it.
-
-        Raises:
-            StateError: if a loop refuses its state.
-        """
+        """Restore saved states, by role path, of the loop and all below it."""
         if path in states and type(self).load_state_dict is not Loop.load_state_dict:
-            try:
-                self.load_state_dict(states.pop(path))
-            except Exception as error:
-                raise StateError(
-                    f"The loop {path} ({type(self).__name__}) refused its saved state: {error!r}. "
-                    "Connect the loop that the state was saved with, or correct load_state_dict()."
-                ) from error
+            self.load_state_dict(states.pop(path))
         for role, child in self._children().items():
             child._spread_states(f"{path}.{role.removesuffix('_loop')}", states)
 
@@ -448,9 +401,3 @@ def _is_ours(kind: type) -> bool:
 def _find_base(kind: type) -> type:
     """Return the class of Helios from which a loop of the user's derives."""
     return next(base for base in kind.__mro__ if _is_ours(base))
-
-
-def _is_built_in(kind: type) -> bool:
-    """Whether a class is one of Helios' own loops, or derives from one."""
-    kinds = (base for base in kind.__mro__ if issubclass(base, Loop) and base is not Loop)
-    return any(map(_is_ours, kinds))

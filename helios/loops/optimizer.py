@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from helios.core.loss_means import WeightedLoss
 from helios.core.sharded_tensors import is_sharded
 from helios.core.step_log import StepLog
-from helios.core.utils import parameters_of, read_rates, read_signature
+from helios.core.utils import parameters_of, read_rates
 from helios.engines.engine import Engine, redefines
 from helios.errors import ArgumentError, UsageError
 from helios.findings import FindingKind
@@ -40,22 +40,6 @@ _CONTRACT = (
 SEPARATE_UPDATES = "updates between losses need a process for each replica"
 
 
-def refuse_closures(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that evaluates the loss itself, several times per step.
-
-    Raises:
-        UsageError: if its ``step`` cannot be called without a closure.
-    """
-    # That of the class: a scheduler replaces the method of the object by a function.
-    _, *parameters = read_signature(type(optimizer).step).parameters.values()
-    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
-        raise UsageError(
-            f"{type(optimizer).__name__}.step needs a closure that computes the loss again, but a "
-            "loss that train_step returns is computed once. Call optimizer.step(closure) in "
-            "train_step and return None."
-        )
-
-
 class OptimizerLoop(Loop):
     """The default optimizer loop: trains on what :meth:`losses` yields.
 
@@ -68,7 +52,7 @@ class OptimizerLoop(Loop):
     _bound: ClassVar[str] = (
         "_apart _backward_ended _backward_started _engine _forward _gradients _has_begun "
         "_has_own_losses _holders _is_committed _iteration _last_batch _model _optimizers "
-        "_log _own_backward _reads_gradients _runner _shared _shown _skips _take_step _unreached "
+        "_log _own_backward _reads_gradients _runner _shared _shown _skips _take_step "
         "_updated_in _updates _weights"
     )
     _internals: ClassVar[str] = f"{_bound} _is_done _order"
@@ -104,7 +88,6 @@ class OptimizerLoop(Loop):
         # Helios' own losses in the model's table.
         self._shown: dict[str, Any] = {}
         self._updated_in = 0
-        self._unreached: set[str] = set()
         # Why the updates of optimizers are skipped at the end of the window.
         self._skips: dict[Optimizer, str] = {}
         # Of the micro-batch: losses of single optimizers by path, the weights of the others, and
@@ -449,7 +432,6 @@ class OptimizerLoop(Loop):
             self._skips.setdefault(optimizer, f"train_step has yielded SKIP for {path!r}")
         else:
             self._apart[path] = self._backward(result, optimizer)
-            self._warn_of_unreached(path, optimizer)
         self._gradients.add_back(parameters_of(optimizer))
         ends_window = run.state.is_step_boundary
         if self._shared is not None:
@@ -501,18 +483,6 @@ class OptimizerLoop(Loop):
         reason = self._run.pop_skip_reason()
         if reason:
             self._skips = dict.fromkeys(optimizers, reason) | self._skips
-
-    def _warn_of_unreached(self, path: str, optimizer: Optimizer) -> None:
-        trained = [each for each in parameters_of(optimizer) if each.requires_grad]
-        if path in self._unreached or not trained or any(x.grad is not None for x in trained):
-            return
-        self._unreached.add(path)
-        _LOGGER.warning(
-            "The loss yielded for %r reaches none of its parameters. Yields belong to the "
-            "optimizers in the order %s: correct it, or yield loss, optimizer.",
-            path,
-            ", ".join(self._optimizers),
-        )
 
     def _correct_step(self) -> None:
         """Count the window's step if one of its updates was made.
@@ -624,8 +594,6 @@ class OptimizerLoop(Loop):
                 f"YieldLoop(optimizers=...) must name each optimizer of the model once "
                 f"({sorted(found)}), got {list(order)}. Correct the names."
             )
-        for optimizer in found.values():
-            refuse_closures(optimizer)
         return {path: found[path] for path in order}
 
 
@@ -764,11 +732,6 @@ def losses_in(result: Any) -> dict[str, Tensor]:
         result = {**(result if isinstance(result, dict) else {}), "loss": weighted.sum}
     if isinstance(result, Tensor):
         return {"loss": result}
-    if odd := [name for name, value in result.items() if isinstance(value, WeightedLoss)]:
-        raise UsageError(
-            f"A WeightedLoss must be under 'loss', got it under {', '.join(map(repr, odd))}. A "
-            "window has one sum of weights: add the sums up under 'loss'."
-        )
     return {
         name: value
         for name, value in result.items()

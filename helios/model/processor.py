@@ -7,14 +7,14 @@ update; the processor does neither.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
 from helios.core.loss_means import WeightedLoss
-from helios.errors import ArgumentTypeError, LossNotProvidedError, UsageError
+from helios.errors import LossNotProvidedError, UsageError
 from helios.hooks.bus import check_call
 
 if TYPE_CHECKING:
@@ -46,19 +46,11 @@ class BatchProcessor(ABC):
         transforms: a function, or several in order, that map a batch before the forward pass.
             Batch hooks see the batch before, forward hooks after them.
 
-    Raises:
-        ArgumentTypeError: for a transform that cannot be called, and for a ``need_backward`` that
-            is neither True nor False.
     """
 
     def __init__(
         self, need_backward: bool = True, transforms: Transform | Sequence[Transform] | None = None
     ) -> None:
-        if not isinstance(need_backward, bool):
-            raise ArgumentTypeError(
-                "BatchProcessor(need_backward=...) must be True or False, got "
-                f"{need_backward!r}. Pass transforms by keyword: transforms=[...]."
-            )
         self._need_backward = need_backward
         self._is_evaluating = False
         self._transforms = _as_list(transforms)
@@ -111,13 +103,7 @@ class BatchProcessor(ABC):
     def _transform(self, batch: Any) -> Any:
         """Return a batch for the forward pass."""
         for transform in self._transforms:
-            mapped = transform(batch)
-            if mapped is None and batch is not None:
-                raise UsageError(
-                    f"{_name_of(transform)}, a transform of {self._name()}, must return the "
-                    "batch, got None. Write return batch at its end."
-                )
-            batch = mapped
+            batch = transform(batch)
         return batch
 
     @final
@@ -149,13 +135,10 @@ class BatchProcessor(ABC):
             )
         outputs, loss = result
         is_read = reads_loss if is_evaluating else self._need_backward
-        if is_read and isinstance(loss, Tensor) and not _is_scalar(loss):
-            remedy = "Reduce it (loss.mean())."
-            if _is_scalar(outputs):
-                remedy = "Loss and outputs seem to be exchanged: return (outputs, loss)."
+        if is_read and isinstance(loss, Tensor) and loss.numel() != 1:
             raise UsageError(
                 f"{self._name()} must return (outputs, loss) with a scalar loss, got a tensor of "
-                f"shape {tuple(loss.shape)}. {remedy}"
+                f"shape {tuple(loss.shape)}. Reduce it (loss.mean())."
             )
         if is_evaluating or not self._need_backward:
             return Processed(outputs, loss if is_evaluating else None)
@@ -182,7 +165,7 @@ class _FunctionProcessor(BatchProcessor):
         self._function = function
 
     def _name(self) -> str:
-        return _name_of(self._function)
+        return getattr(self._function, "__qualname__", type(self._function).__qualname__)
 
     def _function_of_step(self) -> Forward:
         return self._function
@@ -192,24 +175,7 @@ class _FunctionProcessor(BatchProcessor):
         return self._function(model, batch)
 
 
-def _name_of(function: object) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
-
-
 def _as_list(transforms: Transform | Sequence[Transform] | None) -> list[Transform]:
     if transforms is None:
         return []
-    found: list[Any] = [transforms]
-    if isinstance(transforms, Iterable) and not callable(transforms):
-        found = list(transforms)
-    for transform in found:
-        if not callable(transform):
-            raise ArgumentTypeError(
-                "BatchProcessor(transforms=...) must be a function or a list of them, got "
-                f"{transform!r}. Pass functions that map a batch to a batch."
-            )
-    return found
+    return [transforms] if callable(transforms) else list(transforms)

@@ -2,16 +2,14 @@
 
 from helios.hooks.events import asks_nothing
 from helios.plugins.averaging import EMA, SWA
-from helios.plugins.channels import HookHandle, PipelineHooks
-from helios.plugins.contexts import HookContext
-from helios.plugins.cuda_plugin import CUDAPlugin
+from helios.plugins.channels import HookContext, HookHandle, PipelineHooks
 from helios.plugins.early_stopping import EarlyStopping
-from helios.plugins.gradient_norm import GradientNormMonitor
-from helios.plugins.learning_rate import LearningRateMonitor
 from helios.plugins.metrics import Metrics
+from helios.plugins.monitors import GradientNormMonitor, LearningRateMonitor
 from helios.plugins.nan_guard import NaNGuard
 from helios.plugins.plugin import (
     PLUGIN_REGISTRY,
+    CUDAPlugin,
     Plugin,
     UniquePluginOverrides,
     create_plugin,

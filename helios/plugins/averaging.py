@@ -119,8 +119,6 @@ class WeightAverage(Plugin, ABC):
     def on_fit_start(self) -> None:
         """Find the networks; raise an error if the average belongs to other ones."""
         self._networks = self._find_networks(self.context.model)
-        if not self._networks:
-            raise self._misfit("there is none with floating-point weights")
         if self._averages:
             self._pairs_with({**dict.fromkeys(self._averages), **self._networks})
 
@@ -225,16 +223,12 @@ class WeightAverage(Plugin, ABC):
 
         Raises:
             UsageError: without an average.
-            ArgumentError: if ``network`` names none of them.
+            KeyError: if ``network`` names none of them.
+            ValueError: if it is omitted, and there are several.
             StateError: if the average belongs to other networks.
         """
         networks = self._find_averaged(model)
-        path = next(iter(networks)) if network is None and len(networks) == 1 else network
-        if path is None or path not in networks:
-            raise ArgumentError(
-                f"{type(self).__name__}.averaged_state_dict(network=...) must be one of "
-                f"{sorted(networks)}, got {network!r}. Pass one of these names."
-            )
+        (path,) = networks if network is None else (network,)
         own = _put_in(self._pairs_with({path: networks[path]}))
         with torch.inference_mode(False):
             state = copy.deepcopy(bare_state_dict(networks[path]))

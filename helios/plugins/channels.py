@@ -5,87 +5,304 @@ A :class:`HookContext` is entered and left together with one of seven nested sco
 are the pairs of events that the table of events names: on_loop around the whole run, on_epoch,
 on_step (an accumulation window), on_batch, on_model_forward, on_model_backward and
 on_optimizer_step.
+
+Every context that was entered is left, once, whatever happens. Contexts of one scope are left in
+the order in which they were entered; nested scopes are left from the inside out. An error in one
+context never keeps the others from being left.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeAlias, final
+
+from typing_extensions import TypeVar
 
 from helios.counters import Phase, TrainingState
 from helios.errors import ArgumentError, ArgumentTypeError
+from helios.hooks.bus import check_state_methods, signature_of
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS, EVENTS, Event
-from helios.plugins.contexts import HookContext, Scopes, check_parts, keeps_state
+from helios.model.model import Model
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, create_plugin
 
 _LOGGER = logging.getLogger(__name__)
 
-
-@dataclass(eq=False)
-class _Entry:
-    """A context in a channel, the number of its registration, and its number of live handles."""
-
-    hook: HookContext[Any]
-    number: int
-    claims: int = 0
+Part = Callable[[Context], object]
+Seen = TypeVar("Seen", bound=Model, default=Model)
 
 
-class _Channel:
-    """The contexts of one channel, in the order of their registration."""
+class HookContext(Generic[Seen]):
+    """Called at the beginning and the end of a scope; override one or both methods.
+
+    A context that was entered is always left. If ``ctx.exception`` is set then, an exception ended
+    the scope. Attributes that training changes survive a restart; to control what is saved,
+    override :meth:`state_dict` and :meth:`load_state_dict`. ``HookContext[MyModel]`` tells type
+    checkers which model ``ctx.model`` is.
+
+    Attributes:
+        unsaved: names of attributes that training changes and that need not be saved.
+    """
+
+    unsaved: tuple[str, ...] = ()
+
+    def on_enter(self, ctx: Context[Seen]) -> None:
+        """Called when the scope begins; if this raises, the context was not entered."""
+        return
+
+    def on_exit(self, ctx: Context[Seen]) -> None:
+        """Called when the scope ends."""
+        return
+
+    @staticmethod
+    def from_callable(before: Part | None = None, after: Part | None = None) -> HookContext:
+        """Return a context made of functions; one of them may be omitted.
+
+        Args:
+            before: called with the run's ``Context`` when the scope begins.
+            after: called with it when the scope ends.
+
+        Raises:
+            ArgumentTypeError: for something that cannot be called, does not take one argument, or
+                is async or a generator.
+        """
+        for name, part in (("before", before), ("after", after)):
+            if part is not None:
+                _check_part(f"HookContext.from_callable({name}=...)", part)
+        return _FunctionContext(before, after)
+
+    @contextmanager
+    def begin(self, ctx: Context[Seen]) -> Iterator[HookContext[Seen]]:
+        """Enter, run the body of a ``with`` statement, and always leave.
+
+        An exception in the body is in ``ctx.exception`` while the context is left, and propagates
+        afterwards; what leaving raises is added to it as a note.
+        """
+        self.on_enter(ctx)
+        errors: list[BaseException] = []
+        try:
+            yield self
+        except BaseException as error:
+            errors.append(error)
+        errors += _leave([self], ctx, errors[0] if errors else None)
+        if errors:
+            raise _join_errors(errors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state besides changed attributes, in plain values and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+
+
+def keeps_state(hook: HookContext[Any]) -> bool:
+    """Whether a checkpoint saves state of a context.
+
+    Raises:
+        ArgumentError: if it overrides only one of the two methods.
+    """
+    return check_state_methods(hook, HookContext)
+
+
+def _check_parts(hook: HookContext[Any]) -> None:
+    """Check that a context does something when it is entered or left.
+
+    Raises:
+        ArgumentError: if it overrides neither ``on_enter`` nor ``on_exit``.
+        ArgumentTypeError: for one of them that does not take one argument, or is async or a
+            generator.
+    """
+    kind = type(hook)
+    bases = (HookContext.on_enter, HookContext.on_exit)
+    if tuple(getattr(part, "__func__", None) for part in (hook.on_enter, hook.on_exit)) == bases:
+        raise ArgumentError(
+            f"{kind.__name__} must override on_enter(self, ctx), on_exit(self, ctx) or both, got "
+            "neither: the context would do nothing. Check the names of its methods."
+        )
+    _check_part(f"{kind.__name__}.on_enter", hook.on_enter)
+    _check_part(f"{kind.__name__}.on_exit", hook.on_exit)
+
+
+def _check_part(name: str, part: Part) -> None:
+    if not callable(part):
+        raise ArgumentTypeError(
+            f"{name} must be a function of the context, got {part!r}. Pass e.g. lambda ctx: "
+            "print(ctx.loss)."
+        )
+    try:
+        signature = signature_of(name, part)
+    except ValueError:  # Some built-in functions have none.
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"{name} must take one argument, the context object, but takes {signature}. Correct "
+            "its parameters."
+        ) from error
+
+
+@final
+class _FunctionContext(HookContext):
+    """A context made of functions."""
+
+    _internals: ClassVar[str] = "_after _before"
+
+    def __init__(self, before: Part | None, after: Part | None) -> None:
+        self._before = before
+        self._after = after
+
+    def on_enter(self, ctx: Context) -> None:
+        """Call the first function."""
+        if self._before is not None:
+            self._before(ctx)
+
+    def on_exit(self, ctx: Context) -> None:
+        """Call the second function."""
+        if self._after is not None:
+            self._after(ctx)
+
+
+@dataclass
+class _Scope:
+    """An open scope, with the contexts that were entered."""
+
+    kind: str
+    ctx: Context
+    is_resumed: bool
+    begun: list[HookContext[Any]] = field(default_factory=list)
+
+
+class _Scopes:
+    """The open scopes, as a stack.
+
+    Attributes:
+        is_run_resumed: whether the current run began in another process.
+    """
 
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []
-        self._count = 0
+        self._open: list[_Scope] = []
+        self.is_run_resumed = False
 
-    def add(self, hook: HookContext[Any]) -> _Entry:
-        for entry in self.entries:
-            if entry.hook is hook:
-                break
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, kind: object) -> bool:
+        return any(scope.kind == kind for scope in self._open)
+
+    def begin(
+        self,
+        kind: str,
+        ctx: Context,
+        hooks: Iterable[HookContext[Any]],
+        *,
+        is_resumed: bool = False,
+    ) -> None:
+        """Open a scope: enter contexts in order, until one raises.
+
+        Args:
+            kind: what begins it and ends it, such as ``on_training_batch``; an open scope of the
+                same kind was interrupted and is closed first.
+            ctx: passed to the contexts.
+            hooks: the contexts.
+            is_resumed: whether the scope began in another process.
+        """
+        self.end(kind)
+        scope = _Scope(kind, ctx, is_resumed)
+        self._open.append(scope)
+        ctx._run.resumed = is_resumed
+        try:
+            for hook in hooks:
+                hook.on_enter(ctx)
+                scope.begun.append(hook)
+        finally:
+            ctx._run.resumed = False
+
+    def end(self, kind: str) -> None:
+        """Close a scope and all open ones inside it; does nothing if it is not open."""
+        for depth in reversed(range(len(self._open))):
+            if self._open[depth].kind == kind:
+                self.unwind(depth)
+                return
+
+    def unwind(self, depth: int = 0, exception: BaseException | None = None) -> None:
+        """Close all scopes above a depth, innermost first.
+
+        Args:
+            depth: how many stay open.
+            exception: the exception that ended them, which the caller raises again; contexts see
+                it in ``ctx.exception``, and what they raise is added to it as a note.
+
+        Raises:
+            BaseException: without ``exception``, the first one that was raised, after all contexts
+                were left.
+        """
+        errors: list[BaseException] = [] if exception is None else [exception]
+        while len(self._open) > depth:
+            scope = self._open.pop()
+            cause = errors[0] if errors else None
+            errors += _leave(scope.begun, scope.ctx, cause, is_resumed=scope.is_resumed)
+        if errors:
+            first = _join_errors(errors)
+            if exception is None:
+                raise first
+
+
+def _leave(
+    hooks: Iterable[HookContext[Any]],
+    ctx: Context,
+    exception: BaseException | None,
+    *,
+    is_resumed: bool = False,
+) -> list[BaseException]:
+    """Leave all contexts; returns what they raised."""
+    outer, errors = ctx.exception, list[BaseException]()
+    ctx._run.exception, ctx._run.resumed = exception, is_resumed
+    for hook in hooks:
+        try:
+            hook.on_exit(ctx)
+        except BaseException as error:
+            errors.append(error)
+            ctx._run.exception = errors[0] if exception is None else exception
+    ctx._run.exception, ctx._run.resumed = outer, False
+    return errors
+
+
+def _join_errors(errors: list[BaseException]) -> BaseException:
+    """Return the first of some errors, with the others added as notes."""
+    first = errors[0]
+    for other in errors[1:]:
+        text = f"While hook contexts were left, {other!r} was raised too."
+        if other is first:
+            continue
+        if sys.version_info >= (3, 11):
+            first.add_note(text)
         else:
-            # Never reused: another context must not get the state of one that was removed.
-            entry = _Entry(hook, self._count)
-            self._count += 1
-            self.entries.append(entry)
-        entry.claims += 1
-        return entry
+            _LOGGER.error("%r: %s", first, text)
+    return first
 
-    def live(self) -> Iterator[HookContext[Any]]:
-        """Yield the current contexts; one that is removed meanwhile is not yielded."""
-        for entry in tuple(self.entries):
-            if entry.claims:
-                yield entry.hook
 
-    def withdraw(self, entry: _Entry) -> None:
-        if entry not in self.entries:
-            return
-        entry.claims -= 1
-        if entry.claims == 0:
-            self.entries.remove(entry)
-
-    def clear(self) -> None:
-        for entry in self.entries:
-            entry.claims = 0
-        self.entries.clear()
+_Channel: TypeAlias = dict[int, HookContext[Any]]
+"""The contexts of a channel, by the number of their registration."""
 
 
 @final
 class HookHandle:
     """Removes registrations: by :meth:`remove`, or at the end of a ``with`` statement."""
 
-    def __init__(self, registrations: Iterable[tuple[_Channel, _Entry]]) -> None:
+    def __init__(self, registrations: Iterable[tuple[_Channel, int]]) -> None:
         self._registrations = list(registrations)
 
     def remove(self) -> None:
-        """Remove the registrations; calling it again does nothing.
-
-        A context that was registered several times is removed with the last of its handles.
-        """
-        registrations, self._registrations = self._registrations, []
-        for channel, entry in registrations:
-            channel.withdraw(entry)
+        """Remove what was added; calling it again does nothing."""
+        for channel, number in self._registrations:
+            channel.pop(number, None)
 
     def __enter__(self) -> HookHandle:
         return self
@@ -106,12 +323,14 @@ class PipelineHooks(Plugin):
         plug_id: unique id of the plugin; the states of its contexts are saved under it.
     """
 
-    _internals: ClassVar[str] = "_channels _scopes"
+    _internals: ClassVar[str] = "_channels _counts _scopes"
 
     def __init__(self, plug_id: str = "pipeline-hooks") -> None:
         super().__init__(plug_id)
-        self._channels = {name: _Channel() for name in CHANNELS}
-        self._scopes = Scopes()
+        self._channels: dict[str, _Channel] = {name: {} for name in CHANNELS}
+        # Never reused: another context must not get the state of one that was removed.
+        self._counts: Counter[str] = Counter()
+        self._scopes = _Scopes()
 
     @staticmethod
     def from_hooks(source: Any) -> PipelineHooks:
@@ -125,29 +344,33 @@ class PipelineHooks(Plugin):
 
         Raises:
             ArgumentTypeError: for anything else.
-            ArgumentError: for a table without a type.
-            KeyError: for a type that is not registered.
+            KeyError: for a table without a type, or with one that is not registered.
         """
-        if source is None or isinstance(source, PipelineHooks):
-            return PipelineHooks() if source is None else source
+        made = source
         if isinstance(source, Mapping):
-            return _as_hooks(_build(source), source)
-        if callable(source):
-            return _as_hooks(source(), source)
-        if isinstance(source, Iterable) and not isinstance(source, str | bytes):
-            hooks = PipelineHooks()
-            for part in source:
-                hooks += PipelineHooks.from_hooks(part)
-            return hooks
-        return _as_hooks(source, source)
+            arguments = dict(source)
+            made = create_plugin(arguments.pop("type"), **arguments)
+        elif callable(source):
+            made = source()
+        elif source is None or (isinstance(source, Iterable) and not isinstance(source, str)):
+            made = PipelineHooks()
+            for part in source or ():
+                made += PipelineHooks.from_hooks(part)
+        if not isinstance(made, PipelineHooks):
+            raise ArgumentTypeError(
+                "PipelineHooks.from_hooks(...) must get None, PipelineHooks, a table with a type, "
+                "a class or function that returns PipelineHooks, or an iterable of these, got "
+                f"{source!r}. Register single contexts with register(channel, hook)."
+            )
+        return made
 
     def register(self, channel: str, hook: HookContext[Any]) -> HookHandle:
         """Add a context to a channel; returns a handle whose ``remove`` removes it.
 
-        The same object counts once in a channel, at its first position. Each call has its own
-        handle, and the context stays until the last of them was removed. An open scope does not
-        change: a new context is entered when the scope next begins, and one that was entered is
-        left, even if it was removed in between.
+        The same object counts once in a channel, at its first position: to register it again adds
+        nothing, so that handle removes nothing. An open scope does not change: a new context is
+        entered when the scope next begins, and one that was entered is left, even if it was removed
+        in between.
 
         Raises:
             ArgumentError: for a channel that does not exist, and a context that overrides neither
@@ -156,15 +379,24 @@ class PipelineHooks(Plugin):
             ArgumentTypeError: for anything but a ``HookContext``, and for methods that take other
                 arguments than the context, or are async or generators.
         """
-        place = self._find(channel)
+        self._find(channel)
         if not isinstance(hook, HookContext):
             raise ArgumentTypeError(
                 f"PipelineHooks.register(hook=...) must be a HookContext object, got {hook!r}. "
                 "Wrap functions with HookContext.from_callable(before=..., after=...)."
             )
-        check_parts(hook)
+        _check_parts(hook)
         keeps_state(hook)  # raises
-        return HookHandle([(place, place.add(hook))])
+        return HookHandle(self._add(channel, hook))
+
+    def _add(self, name: str, hook: HookContext[Any]) -> Iterator[tuple[_Channel, int]]:
+        """Add a context that is not in the channel yet, and yield its place."""
+        channel = self._channels[name]
+        if not any(each is hook for each in channel.values()):
+            number = self._counts[name]
+            self._counts[name] += 1
+            channel[number] = hook
+            yield channel, number
 
     def contexts(self, channel: str) -> list[HookContext[Any]]:
         """Return the contexts of a channel, in their order.
@@ -172,7 +404,7 @@ class PipelineHooks(Plugin):
         Raises:
             ArgumentError: for a channel that does not exist.
         """
-        return [entry.hook for entry in self._find(channel).entries]
+        return list(self._find(channel).values())
 
     def unregister_all(self) -> None:
         """Remove all contexts from all channels; existing handles have no effect any more."""
@@ -184,19 +416,9 @@ class PipelineHooks(Plugin):
 
         Returns:
             One handle for all of them.
-
-        Raises:
-            ArgumentTypeError: for anything but a ``PipelineHooks``.
         """
-        if not isinstance(other, PipelineHooks):
-            raise ArgumentTypeError(
-                f"PipelineHooks can be added to PipelineHooks only, got {other!r}. Use "
-                "PipelineHooks.from_hooks(...), or register(channel, hook) for one context."
-            )
         found = [(name, hook) for name in CHANNELS for hook in other.contexts(name)]
-        return HookHandle(
-            (self._channels[name], self._channels[name].add(hook)) for name, hook in found
-        )
+        return HookHandle(place for name, hook in found for place in self._add(name, hook))
 
     def __iadd__(self, other: PipelineHooks) -> PipelineHooks:
         self.extend(other)
@@ -251,14 +473,16 @@ class PipelineHooks(Plugin):
     def _with_state(self) -> list[tuple[str, HookContext[Any]]]:
         found: dict[int, tuple[str, HookContext[Any]]] = {}
         for name, channel in self._channels.items():
-            for entry in channel.entries:
-                if keeps_state(entry.hook):
-                    found.setdefault(id(entry.hook), (f"{name}.{entry.number}", entry.hook))
+            for number, hook in channel.items():
+                if keeps_state(hook):
+                    found.setdefault(id(hook), (f"{name}.{number}", hook))
         return list(found.values())
 
     def _begin(self, channel: str, kind: str, *, is_resumed: bool = False) -> None:
-        hooks = self._channels[channel].live()
-        self._scopes.begin(kind, self.context, hooks, is_resumed=is_resumed)
+        hooks = self._channels[channel]
+        # One that is removed meanwhile is not entered.
+        live = (hook for number, hook in [*hooks.items()] if number in hooks)
+        self._scopes.begin(kind, self.context, live, is_resumed=is_resumed)
 
     def on_checkpoint_loaded(self) -> None:
         """Remember that the loop began in another process."""
@@ -330,23 +554,3 @@ def _receive_scopes(kind: type[PipelineHooks]) -> None:
 
 
 _receive_scopes(PipelineHooks)
-
-
-def _build(table: Mapping[str, Any]) -> Any:
-    arguments = dict(table)
-    if "type" not in arguments:
-        raise ArgumentError(
-            f"PipelineHooks.from_hooks(...) must get tables with a 'type', got {arguments!r}. Set "
-            "it to a registered class, e.g. {'type': 'PipelineHooks'}."
-        )
-    return create_plugin(arguments.pop("type"), **arguments)
-
-
-def _as_hooks(made: Any, source: Any) -> PipelineHooks:
-    if not isinstance(made, PipelineHooks):
-        raise ArgumentTypeError(
-            "PipelineHooks.from_hooks(...) must get None, PipelineHooks, a table with a type, a "
-            f"class or function that returns PipelineHooks, or an iterable of these, got "
-            f"{source!r}. Register single contexts with register(channel, hook)."
-        )
-    return made

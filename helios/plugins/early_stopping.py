@@ -10,10 +10,8 @@ import logging
 import math
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from helios.best import NO_MODE, Mode, check_mode, is_better
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.best import Mode, check_mode, is_better
+from helios.errors import ArgumentError, UsageError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 
 _LOGGER = logging.getLogger(__name__)
@@ -25,7 +23,7 @@ class EarlyStopping(Plugin):
 
     The score is read after each validation of a training, from the model's ``metrics``, after the
     model's own ``on_validation_end``; that of rank 0 decides in all processes. One that equals the
-    best score counts as no improvement, and so does one that is not finite; both are logged. Sanity
+    best score counts as no improvement, and so does one that is not finite, with a warning. Sanity
     checks and ``Trainer.validate`` do not count.
 
     If you extend a run that this plugin has ended, its patience starts over, and the best score
@@ -38,12 +36,10 @@ class EarlyStopping(Plugin):
         min_delta: an improvement is a score that is better by more than this than the last
             improvement. It only counts patience: any better score is the best one.
         threshold: end the run as soon as the score is at least as good as this; ``None`` for never.
-        stop_on_nan: end the run at a score that is not finite.
         plug_id: unique id of the plugin.
 
     Raises:
-        ArgumentError: for a value outside its range (a ``ValueError``).
-        ArgumentTypeError: for a metric that is not a name.
+        ArgumentError: for a mode or a patience outside its range (a ``ValueError``).
 
     Example:
         >>> EarlyStopping("loss", mode="min", patience=3).best is None
@@ -52,7 +48,7 @@ class EarlyStopping(Plugin):
 
     _internals: ClassVar[str] = (
         "_best _count _has_stopped _is_training _metric _min_delta _mode _patience _reference "
-        "_sign _stop_on_nan _threshold"
+        "_sign _threshold"
     )
 
     monitor = True
@@ -60,35 +56,26 @@ class EarlyStopping(Plugin):
     def __init__(
         self,
         metric: str,
-        mode: Mode = NO_MODE,
+        mode: Mode,
         *,
         patience: int,
         min_delta: float = 0.0,
         threshold: float | None = None,
-        stop_on_nan: bool = False,
         plug_id: str = "early-stopping",
     ) -> None:
         super().__init__(plug_id)
-        if not isinstance(metric, str) or not metric:
-            raise ArgumentTypeError(
-                f"EarlyStopping(metric=...) must be the name of a validation score, got {metric!r}."
-                ' Pass e.g. "loss".'
-            )
-        call = f'EarlyStopping("{metric}", mode={{}}, patience={patience})'
-        check_mode(mode, "EarlyStopping", call)
+        check_mode(mode, "EarlyStopping")
         if type(patience) is not int or patience < 1:
-            raise _fail("patience", "a positive int", patience, "It counts validations.")
-        if not _is_finite(min_delta) or min_delta < 0:
-            raise _fail("min_delta", "a number of 0 or more", min_delta, "Pass 0 for any gain.")
-        if threshold is not None and not _is_finite(threshold):
-            raise _fail("threshold", "a finite number or None", threshold, "Pass None for never.")
+            raise ArgumentError(
+                f"EarlyStopping(patience=...) must be a positive int, got {patience!r}. It counts "
+                "validations."
+            )
         self._metric = metric
         self._mode: Mode = mode
         self._sign = 1.0 if mode == "min" else -1.0
         self._patience = patience
-        self._min_delta = float(min_delta)
+        self._min_delta = min_delta
         self._threshold = threshold
-        self._stop_on_nan = bool(stop_on_nan)
         self._is_training = False
         self._forget()
 
@@ -125,7 +112,7 @@ class EarlyStopping(Plugin):
         """Read the score, and request the end of the run if it is due.
 
         Raises:
-            UsageError: if the score is missing, or not a number.
+            UsageError: if the score is missing.
         """
         if not self._is_training:
             return
@@ -140,14 +127,6 @@ class EarlyStopping(Plugin):
         if not math.isfinite(score):
             _LOGGER.warning(
                 "The validation score %r is %s: plugin %r counts it as no improvement.",
-                self._metric,
-                score,
-                self.plug_id,
-            )
-        if score == self._best:
-            _LOGGER.info(
-                "The validation score %r equals its best value, %s: plugin %r counts it as no "
-                "improvement, and the earlier one stays the best.",
                 self._metric,
                 score,
                 self.plug_id,
@@ -191,15 +170,7 @@ class EarlyStopping(Plugin):
                 f"{sorted(scores) or 'none'}. Return it from valid_step, put it into "
                 "self.val_scores, or correct the name."
             )
-        score = scores[self._metric]
-        if isinstance(score, Tensor) and score.numel() == 1:
-            score = score.item()
-        if not isinstance(score, int | float):
-            raise UsageError(
-                f"The validation score {self._metric!r} must be a number for EarlyStopping, got "
-                f"{score!r}. Put a single number into self.val_scores."
-            )
-        return float(score)
+        return float(scores[self._metric])
 
     def _is_improvement(self, score: float) -> bool:
         if not math.isfinite(score):
@@ -209,23 +180,13 @@ class EarlyStopping(Plugin):
     def _find_reason(self, score: float) -> str:
         """Return why the run should end now; empty if it should not."""
         name = f"{self.plug_id}: {self._metric}"
-        if not math.isfinite(score):
-            if self._stop_on_nan:
-                return f"{name} is {score}"
-        elif self._threshold is not None and self._sign * (score - self._threshold) <= 0:
-            return f"{name} has reached {score} (threshold {self._threshold})"
+        threshold = self._threshold
+        is_reached = threshold is not None and self._sign * (score - threshold) <= 0
+        if is_reached and math.isfinite(score):
+            return f"{name} has reached {score} (threshold {threshold})"
         if self._count >= self._patience:
             return (
                 f"{name} has not improved on {self._reference} in {self._count} validations "
                 f"(patience {self._patience})"
             )
         return ""
-
-
-def _is_finite(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)  # type: ignore[arg-type]
-
-
-def _fail(option: str, rule: str, value: object, remedy: str) -> ArgumentError:
-    return ArgumentError(f"EarlyStopping({option}=...) must be {rule}, got {value!r}. {remedy}")

@@ -22,14 +22,13 @@ from torch import Tensor, nn
 
 from helios.core import rng
 from helios.core.memory import same
+from helios.core.utils import Stateful
 from helios.counters import Phase, TrainingState
 from helios.engines.device import move_to_device
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.hooks.context import Context
+from helios.hooks.context import Context, PerReplica
 from helios.hooks.events import asks_nothing
-from helios.hooks.per_replica import PerReplica
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.protocols import Stateful
 
 __all__ = ["Metric", "Metrics"]
 
@@ -72,14 +71,14 @@ class Metrics(Plugin):
             replicas, in their order.
         inputs: takes the context, at the end of each forward, and returns the tuple of arguments
             for ``update``. If a batch has several forwards, the last one counts.
-        phase: the phase to measure.
+        phase: the phase to measure: training, validation or testing.
         every: ``"epoch"`` for one value per epoch or pass; in training also a number of optimizer
             steps.
         plug_id: unique id of the plugin; ``"metrics-<phase>"`` by default.
 
     Raises:
-        ArgumentError: if a value is invalid.
-        ArgumentTypeError: for something that is not a metric, or not a function.
+        ArgumentError: for a value of ``every`` that does not fit.
+        ArgumentTypeError: for something that is not a metric.
     """
 
     _internals: ClassVar[str] = (
@@ -95,16 +94,6 @@ class Metrics(Plugin):
         every: int | str = "epoch",
         plug_id: str | None = None,
     ) -> None:
-        if phase not in _PREFIXES:
-            raise ArgumentError(
-                f"Metrics(phase=...) must be Phase.TRAINING, VALIDATION or TESTING, got {phase!r}. "
-                "Predictions are returned by trainer.predict: measure them there."
-            )
-        if not callable(inputs):
-            raise ArgumentTypeError(
-                f"Metrics(inputs=...) must be a function of the context, got {inputs!r}. Let it "
-                'return e.g. (context.model_outputs["logits"], context.batch[1]).'
-            )
         super().__init__(f"metrics-{phase.value}" if plug_id is None else plug_id)
         is_count = type(every) is int and every > 0 and phase is Phase.TRAINING
         if every != "epoch" and not is_count:
@@ -161,9 +150,7 @@ class Metrics(Plugin):
     def on_validation_end(self, validation_cycle: int) -> None:
         """Put the values into ``model.metrics``; training logs what is there."""
         if self._phase is Phase.VALIDATION:
-            values = self._compute()
-            self.context.model.metrics.update(values)
-            self.context.declare_summed(values)
+            self.context.model.metrics.update(self._compute())
 
     def on_testing_batch_end(self, step: int, dataloader_idx: int = 0) -> None:
         """Update with a test batch."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, final
 
 import torch
 
+from helios.core.cuda import requires_cuda_support
 from helios.core.registry import Registry
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.core.utils import convert_to_list
+from helios.errors import ArgumentTypeError, UsageError
 from helios.hooks.context import Context, RunModel
 from helios.hooks.events import Hooks
 from helios.model.model import Model
-from helios.storage.local_paths import as_local_path
 
 if TYPE_CHECKING:
     from helios import Trainer
@@ -135,7 +135,7 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
         trainer.register_plugin(self)
 
     def _append_train_exceptions(
-        self, exc: type[BaseException] | Sequence[type[BaseException]], trainer: Trainer
+        self, exc: type[BaseException] | list[type[BaseException]], trainer: Trainer
     ) -> None:
         """Declare exception types that ``fit`` does not log.
 
@@ -143,13 +143,13 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
             exc: the type, or a list of types.
             trainer: the trainer whose ``train_exceptions`` are extended.
         """
-        trainer.train_exceptions.extend(_as_types(exc))
+        trainer.train_exceptions.extend(convert_to_list(exc))
 
     def _append_test_exceptions(
-        self, exc: type[BaseException] | Sequence[type[BaseException]], trainer: Trainer
+        self, exc: type[BaseException] | list[type[BaseException]], trainer: Trainer
     ) -> None:
         """Declare exception types that ``validate``, ``test`` and ``predict`` do not log."""
-        trainer.test_exceptions.extend(_as_types(exc))
+        trainer.test_exceptions.extend(convert_to_list(exc))
 
     def configure_model(self, model: Model) -> None:
         """Change a model before training; called by users."""
@@ -166,10 +166,22 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
         """Restore what :meth:`state_dict` returned."""
 
 
-def _as_types(
-    exc: type[BaseException] | Sequence[type[BaseException]],
-) -> Sequence[type[BaseException]]:
-    return [exc] if isinstance(exc, type) else exc
+@PLUGIN_REGISTRY.register
+class CUDAPlugin(Plugin):
+    """Accepted for scripts of Helios 1: ``Model.batch_to_device`` moves batches.
+
+    Raises:
+        RuntimeError: without CUDA.
+    """
+
+    plugin_id = "cuda"
+
+    def __init__(self) -> None:
+        requires_cuda_support()
+        super().__init__(self.plugin_id)
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
 
 
 @final
@@ -204,27 +216,3 @@ class PluginStates:
                 "kept unread in later checkpoints; register the plugin again to use it.",
                 ", ".join(self._carried),
             )
-
-
-def check_folder(plugin: str, folder: object, *, example: str) -> Path:
-    """Return the absolute path of a folder that a plugin writes to, which need not exist.
-
-    Args:
-        plugin: its class, for messages.
-        folder: the argument.
-        example: a good one.
-
-    Raises:
-        ArgumentTypeError: if it is no path.
-        ArgumentError: if it is a file or a URL.
-    """
-    if not isinstance(folder, str | Path):
-        raise ArgumentTypeError(
-            f'{plugin}(folder=...) must be a path, got {folder!r}. Pass e.g. "{example}".'
-        )
-    path = as_local_path(f"{plugin}(folder=...)", folder).absolute()
-    if path.exists() and not path.is_dir():
-        raise ArgumentError(
-            f"{plugin}(folder=...) must be a folder, got the file {str(folder)!r}. Pass another."
-        )
-    return path

@@ -15,7 +15,8 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 from helios.counters import TrainingState
 from helios.distributed.collectives import get_global_rank
 from helios.hooks.events import asks_nothing
-from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, check_folder
+from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
+from helios.storage.local_paths import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -40,8 +41,7 @@ class Profiler(Plugin):
             ``record_shapes``, ``profile_memory`` and ``with_stack``.
 
     Raises:
-        ArgumentError: for a folder that is a file.
-        ArgumentTypeError: for an invalid path.
+        ArgumentError: for a URL.
     """
 
     _internals: ClassVar[str] = "_folder _has_written _lengths _options _profile"
@@ -58,7 +58,7 @@ class Profiler(Plugin):
         **options: Any,
     ) -> None:
         super().__init__("profiler")
-        self._folder = check_folder("Profiler", folder, example="runs/traces")
+        self._folder = as_local_path("Profiler(folder=...)", folder).absolute()
         self._lengths = {"skip_first": skip_first, "wait": wait, "warmup": warmup}
         self._lengths |= {"active": active, "repeat": repeat}
         schedule(**self._lengths)  # refuses lengths that make no cycle

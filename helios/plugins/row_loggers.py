@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from helios.counters import TrainingState
 from helios.distributed.collectives import get_global_rank
-from helios.errors import ArgumentError, ArgumentTypeError
+from helios.errors import ArgumentError
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.storage.local_paths import as_local_path
@@ -25,20 +25,6 @@ from helios.text import as_json
 
 _LOGGER = logging.getLogger(__name__)
 _COLUMNS = ("epoch", "iteration", "name", "value")
-_KEYS = ("epoch", "iteration")
-
-
-def _check_path(owner: str, path: object) -> Path:
-    if not isinstance(path, str | Path):
-        raise ArgumentTypeError(
-            f'{owner}(path=...) must be a path, got {path!r}. Pass e.g. "runs/losses.csv".'
-        )
-    found = as_local_path(f"{owner}(path=...)", path)
-    if found.is_dir() or not found.name:
-        raise ArgumentError(
-            f"{owner}(path=...) must name a file, got the folder {str(path)!r}. Add a file name."
-        )
-    return found
 
 
 class RowLogger(Plugin):
@@ -57,7 +43,10 @@ class RowLogger(Plugin):
 
     def __init__(self, path: str | Path, header: str, plug_id: str) -> None:
         super().__init__(plug_id)
-        self._file = RowFile(_check_path(type(self).__name__, path), header)
+        place = as_local_path(f"{type(self).__name__}(path=...)", path)
+        if place.is_dir():
+            raise ArgumentError(f"{type(self).__name__} needs a file, got the folder {place}.")
+        self._file = RowFile(place, header)
         self._mark: dict[str, Any] | None = None
         self._is_writing = False
         self._early: list[str] = []
@@ -134,7 +123,6 @@ class CSVLogger(RowLogger):
 
     Raises:
         ArgumentError: if the path is that of a folder.
-        ArgumentTypeError: if it is not a path.
     """
 
     def __init__(self, path: str | Path, plug_id: str = "csv-logger") -> None:
@@ -159,7 +147,8 @@ class JSONLLogger(RowLogger):
 
     The keys are ``epoch`` (from 1), ``iteration`` and the names. JSON has no ``nan`` and no
     infinity: they are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float``
-    reads; every other value is a number that reads back exactly.
+    reads; every other value is a number that reads back exactly. A logged number that is named as
+    one of the two keys is omitted.
 
     Args:
         path: the file. A relative path is resolved against the current working directory.
@@ -167,25 +156,13 @@ class JSONLLogger(RowLogger):
 
     Raises:
         ArgumentError: if the path is that of a folder.
-        ArgumentTypeError: if it is not a path.
     """
-
-    _internals: ClassVar[str] = "_refused"
 
     def __init__(self, path: str | Path, plug_id: str = "jsonl-logger") -> None:
         super().__init__(path, "", plug_id)
-        self._refused: set[str] = set()
 
     def format(self, scalars: Mapping[str, float], state: TrainingState) -> str:
-        """Return one object; warn of a number with the name of a reserved key, and omit it."""
-        values = {name: as_json(value) for name, value in scalars.items() if name not in _KEYS}
-        for name in set(scalars).intersection(_KEYS) - self._refused:
-            self._refused.add(name)
-            _LOGGER.warning(
-                "%s omits the logged number %r, because every line has a key of that name. Log it "
-                "under another name.",
-                self.path,
-                name,
-            )
+        """Return one object."""
         head = {"epoch": state.global_epoch, "iteration": state.global_iteration}
-        return json.dumps(head | values, allow_nan=False) + "\n"
+        values = {name: as_json(value) for name, value in scalars.items()}
+        return json.dumps(head | values | head, allow_nan=False) + "\n"

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helios.core.foreach import foreach
 from helios.core.memory import fills_its_reach
+from helios.core.utils import foreach
 from helios.errors import UsageError
 from helios.replicas.tree_reducer import TreeReducer
 

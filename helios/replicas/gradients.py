@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
-from helios.core.foreach import foreach
 from helios.core.sharded_tensors import is_sharded, local_of
-from helios.core.utils import parameters_of
+from helios.core.utils import foreach, parameters_of
 from helios.distributed.process_groups import collective
 from helios.errors import UsageError
 from helios.replicas.flat_gradients import Bucket, FlatBuffer, FlatGradients

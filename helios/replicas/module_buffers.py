@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from helios.core.foreach import foreach
+from helios.core.utils import foreach
 from helios.replicas.replicas import NOTHING, Replicas, join_bytes, split_bytes
 
 Values: TypeAlias = list[Tensor | None]

@@ -1,19 +1,25 @@
-"""Draws curves with matplotlib: as SVG for a page, or those of several runs over each other."""
+"""The curves of runs: read, and drawn as SVG for a page or over each other, with matplotlib."""
 
 from __future__ import annotations
 
 import io
 import re
+from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
 from helios.errors import ArgumentError
-from helios.ledger.run_facts import Curve
+from helios.ledger import book
+from helios.ledger.line import read_float
+from helios.ledger.run_file import RunFacts
+from helios.ledger.verification import LedgerStatus, verify
 from helios.storage import files
 
 MOST_CHARTS = 24
@@ -43,6 +49,70 @@ _THEMED: Any = {
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "grid.color", "text.color"), _INK),
     **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
 }
+
+
+Curve: TypeAlias = tuple["array[float]", "array[float]"]
+"""Iterations, and the number of each."""
+
+
+@dataclass
+class RunCurves:
+    """The curves of a run, by name.
+
+    Attributes:
+        losses, scores, rates: ``rates`` are those that steps have used.
+        status: what the verification of the ledger has found; ``None`` without one.
+        at: the epoch, iteration and step of the last line.
+    """
+
+    losses: dict[str, Curve] = field(default_factory=dict)
+    scores: dict[str, Curve] = field(default_factory=dict)
+    rates: dict[str, Curve] = field(default_factory=dict)
+    status: LedgerStatus | None = None
+    at: tuple[int, int, int] = (0, 0, 0)
+
+    def list_curves(self, most: int) -> dict[str, Curve]:
+        """Return the curves by title, at most so many of each kind."""
+        found = (
+            {f"loss: {name}": curve for name, curve in self.losses.items()},
+            {f"score: {name}": curve for name, curve in self.scores.items()},
+            self.rates,
+        )
+        return {title: each[title] for each in found for title in islice(each, most)}
+
+
+def read_curves(run: RunFacts) -> RunCurves:
+    """Read all curves of a run; lines of its ledger that are not good are left out.
+
+    Raises:
+        LedgerError: if the ledger cannot be read.
+    """
+    found = RunCurves()
+
+    def add_line(line: dict[str, Any]) -> None:
+        found.at = line["at"]
+        iteration = found.at[1]
+        for name, digits in line.get("loss", {}).items():
+            _add_point(found.losses, name, iteration, digits)
+        rates = line.get("lr", ())
+        for number, rate in enumerate(rates, 1):
+            name = "learning rate" + f", group {number}" * (len(rates) > 1)
+            _add_point(found.rates, name, iteration, rate)
+
+    if book.FILE_NAME not in run.missing:
+        found.status = verify(run.folder / book.FILE_NAME, watch=add_line)
+    for line in run.validations:
+        for name, score in line["scores"].items():
+            _add_point(found.scores, name, line["iteration"], score)
+    return found
+
+
+def _add_point(curves: dict[str, Curve], name: str, place: int, number: Any) -> None:
+    if number is not None:
+        places, numbers = curves.setdefault(name, (array("d"), array("d")))
+        value = read_float(number) if isinstance(number, str) else number
+        places.append(place)
+        numbers.append(value)
 
 
 def thin(curve: Curve, pixels: int = _PIXELS) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from helios.best import BestRule, rank_by_score
-from helios.ledger.run_facts import RunFacts, find_differences, find_run, read_curves, read_run
+from helios.ledger.run_file import RunFacts, find_differences, find_run, read_run
 
 _MOST_CHARACTERS = 40
 # Squares of larger numbers are not finite.
@@ -157,7 +157,7 @@ def plot_runs(runs: Mapping[str, RunFacts], target: Path) -> None:
         LedgerError: if a ledger cannot be read.
     """
     # Only this needs matplotlib.
-    from helios.reports.charts import MOST_CHARTS, draw_over
+    from helios.reports.charts import MOST_CHARTS, draw_over, read_curves
 
     found = {name: read_curves(run) for name, run in runs.items()}
     titles: dict[str, dict[str, Any]] = {}

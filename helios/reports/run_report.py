@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from jinja2 import Template
 
-from helios.ledger.run_facts import Curve, RunCurves, RunFacts, read_curves
-from helios.reports.charts import MOST_CHARTS, draw_svg
+from helios.ledger.run_file import RunFacts
+from helios.reports.charts import MOST_CHARTS, Curve, RunCurves, draw_svg, read_curves
 from helios.text import number_text, with_step
 from helios.version import __version__
 
@@ -63,12 +63,6 @@ def _summarize(run: RunFacts, found: RunCurves) -> Iterator[tuple[str, str]]:
     if run.starts:
         killed = sum(start.end == "killed" for start in run.starts)
         yield "Starts", f"{len(run.starts)} (killed: {killed}), the last one: {run.starts[-1].end}"
-    if run.stretches:
-        paused = sum(line.get("paused", 0.0) for line in run.stretches)
-        seconds = sum(line["seconds"] for line in run.stretches) - paused
-        speed = sum(line["iterations"] for line in run.stretches) / max(seconds, 1e-9)
-        yield "Training time", f"{run.seconds:,.1f} s"
-        yield "Throughput", f"{number_text(speed)} iterations per second, without validations"
     if run.newest:
         yield "Command", shlex.join(map(str, run.newest["command"]))
         yield "Level", run.newest["level"]

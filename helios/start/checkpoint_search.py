@@ -7,14 +7,13 @@ is searched for then.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, final
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from helios.best import BestRule
 from helios.checkpoint import file_names, loading
@@ -31,7 +30,6 @@ from helios.errors import (
 from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
-from helios.start.best_score import find_declared_rule, require_one_mode
 from helios.start.options import Options
 from helios.storage.local_paths import as_local_path
 from helios.text import number_text
@@ -79,7 +77,7 @@ def choose_checkpoint(
 
     Raises:
         ArgumentTypeError: if it is neither a string nor a path.
-        ArgumentError: for a URL, if there is no folder to look in, or for two modes of one score.
+        ArgumentError: for a URL, and if there is no folder to look in.
     """
     if asked is None:
         return CheckpointChoice(is_none=True)
@@ -102,15 +100,12 @@ def choose_checkpoint(
         )
     if asked == "newest":
         return CheckpointChoice(is_required=True)
-    plugins = list(plugins)
-    require_one_mode(options, plugins)
-    rule = find_declared_rule(options, plugins)
-    return CheckpointChoice(is_best=True, rule=rule, is_required=True)
+    return CheckpointChoice(is_best=True, rule=options.find_rule(plugins), is_required=True)
 
 
 SHARING = (
-    "All processes must see the folder chkpt_root: put it on a file system that the machines "
-    "share, under the same path."
+    "All processes must see the same files: put them on a file system that the machines share, "
+    "under the same path."
 )
 """Remedy if a process does not see what another one has written."""
 
@@ -134,187 +129,91 @@ def open_folder(options: Options, save_name: str) -> RunFolder | None:
     return RunFolder(path, options.store or CheckpointStore())
 
 
-class Search(ABC, Generic[Facts]):
-    """The search for one checkpoint: rank 0 looks for it, and all processes load the same file.
-
-    What rank 0 looks for is the rule of the class. All processes run the search at the same time.
+def load_together(
+    choose: Callable[[], tuple[Loaded | None, Facts]],
+    safe_types: list[Any],
+    team: Replicas,
+    share: RowShare | None = None,
+    *,
+    pass_over: Callable[[Path, str], None],
+) -> tuple[Loaded | None, Facts]:
+    """Load the checkpoint that rank 0 chooses in all processes, which call this together.
 
     Args:
+        choose: loads it on rank 0; returns it, ``None`` if there is none, and small facts.
         safe_types: types that may be built.
         team: the processes.
         share: what this process reads of sharded tensors; ``None`` for everything.
+        pass_over: called on rank 0, before it chooses again, where another process has found its
+            part damaged; it may raise.
+
+    Raises:
+        CheckpointError: in all processes, if one does not see what rank 0 has found, or if it is
+            damaged there.
     """
+    found: Loaded | None = None
 
-    _verb = "resumes from"
-    _remedy = SHARING
+    def look() -> tuple[Path | None, Facts]:
+        nonlocal found
+        found, facts = choose()
+        return None if found is None else found.path, facts
 
-    def __init__(
-        self, safe_types: list[Any], team: Replicas, share: RowShare | None = None
-    ) -> None:
-        self._types = safe_types
-        self._team = team
-        self._share = share
-        self._found: Loaded | None = None
+    def load(path: Path) -> tuple[bool, str]:
+        nonlocal found
+        damage = ""
+        if team.rank != 0:
+            found, damage = _try_to_load(path, safe_types, share)
+        return found is not None, damage
 
-    def run(self) -> tuple[Loaded | None, Facts]:
-        """Search until all processes have loaded the same checkpoint.
-
-        Returns:
-            The checkpoint, ``None`` if there is none; and what rank 0 knows of it.
-
-        Raises:
-            CheckpointError: in all processes, if one does not see what rank 0 has found.
-        """
-        attempts = self._attempts()
-        while True:
-            next(attempts)
-            self._found = None
-            name, facts = on_first(self._team, self._choose)
-            if name is None or self._is_loaded_by_all(self._path(name, facts), facts):
-                return self._found, facts
-
-    def _attempts(self) -> Iterator[Any]:
-        """Yield before each attempt; by default without end."""
-        return itertools.repeat(None)
-
-    @abstractmethod
-    def _choose(self) -> tuple[str | None, Facts]:
-        """Load the checkpoint on rank 0; returns its name if there is one, and small facts."""
-
-    @abstractmethod
-    def _path(self, name: str, facts: Facts) -> Path:
-        """Return the path of what rank 0 has found, as this process sees it."""
-
-    def _pass_over(self, path: Path, facts: Facts, damage: str) -> None:
-        """Go on, on rank 0, where another process has found damage; by default, that is an error.
-
-        Raises:
-            DamagedCheckpointError: if no other checkpoint will do.
-        """
-        raise DamagedCheckpointError(damage)
-
-    def _load(self, path: Path) -> Loaded:
-        return loading.load_present(path, self._types, maps=True, share=self._share)
-
-    def _is_loaded_by_all(self, path: Path, facts: Facts) -> bool:
-        """Load it in all processes; returns whether they have it."""
-        reports = on_each(self._team, lambda: self._try(path))
-        damage = next((text for text in reports if text), "")
+    while True:
+        path, facts = on_first(team, look)
+        if path is None:
+            return None, facts
+        reports = on_each(team, partial(load, path))
+        damage = next((damage for _, damage in reports if damage), "")
+        has_loaded = [is_loaded for is_loaded, _ in reports]
         if damage:
-            on_first(self._team, lambda: self._pass_over(path, facts, damage))
-            return False
-        if None not in reports:
-            return True
-        if on_first(self._team, lambda: file_names.is_gone(path)):
-            return False
-        # Rank 0 still sees it: the folder is not shared.
-        on_each(self._team, lambda: self._insist(path))
-        return True
-
-    def _try(self, path: Path) -> str | None:
-        """Load what rank 0 has found; returns what is damaged of it, ``None`` if it is gone."""
-        if self._team.rank == 0:
-            return ""
-        try:
-            self._found = self._load(path)
-        except FileNotFoundError:
-            return None
-        except DamagedCheckpointError as error:
-            return str(error)
-        return ""
-
-    def _insist(self, path: Path) -> None:
-        if self._team.rank == 0:
-            return
-        if not file_names.is_present(path):
+            on_first(team, partial(pass_over, path, damage))
+        elif all(has_loaded):
+            return found, facts
+        elif not on_first(team, partial(file_names.is_gone, path)):
+            # Rank 0 still sees it.
             raise CheckpointError(
-                f"Rank 0 of {self._team.num_processes} {self._verb} {path}, but rank "
-                f"{self._team.rank} finds no such file. {self._remedy}"
+                f"Rank 0 of {team.num_processes} loads {path}, but rank {has_loaded.index(False)} "
+                f"finds no such file. {SHARING}"
             )
-        self._found = loading.load(path, self._types, maps=True, share=self._share)
 
 
-@final
-class GivenCheckpoint(Search[list[str]]):
-    """A file that was named; each process has its own name of it.
-
-    Args:
-        path: the file.
-        rest: as in :class:`Search`.
-    """
-
-    _verb = "loads"
-    _remedy = "All processes must see the file that is named: copy it to each machine."
-
-    def __init__(self, path: Path, *rest: Any) -> None:
-        super().__init__(*rest)
-        self._given = path
-
-    def _choose(self) -> tuple[str | None, list[str]]:
-        self._found = loading.load(self._given, self._types, maps=True, share=self._share)
-        return self._given.name, []
-
-    def _path(self, name: str, facts: list[str]) -> Path:
-        return self._given
+def _try_to_load(
+    path: Path, safe_types: list[Any], share: RowShare | None
+) -> tuple[Loaded | None, str]:
+    """Load a checkpoint; ``None`` if it is gone or damaged, with what is damaged of it."""
+    try:
+        return loading.load_present(path, safe_types, maps=True, share=share), ""
+    except FileNotFoundError:
+        return None, ""
+    except DamagedCheckpointError as error:
+        return None, str(error)
 
 
-class NewestCheckpoint(Search[list[str]]):
-    """The newest undamaged checkpoint of a folder in which a run may be training; no file changes.
-
-    Args:
-        folder: the folder.
-        rest: as in :class:`Search`.
-    """
-
-    def __init__(self, folder: RunFolder, *rest: Any) -> None:
-        super().__init__(*rest)
-        self._folder = folder
-        folder.share = self._share
-
-    def _attempts(self) -> Iterator[Any]:
-        return file_names.listings(self._folder.path)
-
-    def _choose(self) -> tuple[str | None, list[str]]:
-        self._found = self._folder.load_newest(self._types, renames_damaged=False)
-        return (None if self._found is None else self._found.path.name), []
-
-    def _path(self, name: str, facts: list[str]) -> Path:
-        return self._folder.path / name
-
-    def _pass_over(self, path: Path, facts: list[str], damage: str) -> None:
-        self._folder.pass_over(path, damage, renames=False)
+def _refuse_damaged(path: Path, damage: str) -> None:
+    raise DamagedCheckpointError(damage)
 
 
-@final
-class BestCheckpoint(NewestCheckpoint):
-    """The best checkpoint of a folder, with the reasons why it is; a damaged one is an error.
-
-    Args:
-        folder: the folder.
-        rule: what decides; ``None`` for what the run was trained with.
-        run_name: name of the run.
-        rest: as in :class:`Search`.
-    """
-
-    def __init__(self, folder: RunFolder, rule: BestRule | None, run_name: str, *rest: Any) -> None:
-        super().__init__(folder, *rest)
-        self._rule = rule
-        self._run_name = run_name
-
-    def _choose(self) -> tuple[str | None, list[str]]:
-        for _ in file_names.listings(self._folder.path):
-            ranking = _rank(self._folder, self._rule, self._run_name)
-            path = ranking.entries[0].path
-            try:
-                self._found = self._load(path)
-            except FileNotFoundError:
-                continue
-            _warn_of_better(ranking)
-            return path.name, _explain(ranking)
-        return None, []
-
-    def _pass_over(self, path: Path, facts: list[str], damage: str) -> None:
-        raise DamagedCheckpointError(damage)
+def _load_best(
+    folder: RunFolder, rule: BestRule | None, run_name: str, safe_types: list[Any]
+) -> tuple[Loaded | None, list[str]]:
+    """Load the best checkpoint of a folder; returns it with the reasons why it is."""
+    for _ in file_names.listings(folder.path):
+        ranking = _rank(folder, rule, run_name)
+        path = ranking.entries[0].path
+        try:
+            loaded = loading.load_present(path, safe_types, maps=True, share=folder.share)
+        except FileNotFoundError:
+            continue
+        _warn_of_better(ranking)
+        return loaded, _explain(ranking)
+    return None, []
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -386,18 +285,36 @@ def find_chosen(
         return None, []
     if choice.is_required:
         on_first(team, lambda: require_present(choice, options, save_name, run_name))
-    rest = safe_types, team, share
     if choice.path is not None:
-        return GivenCheckpoint(choice.path, *rest).run()
+        return load_given(choice.path, safe_types, team, share), []
     folder = open_folder(options, save_name)
     if folder is None:
         return None, []
+    folder.share = share
     if choice.is_best:
-        return BestCheckpoint(folder, choice.rule, run_name, *rest).run()
-    found = NewestCheckpoint(folder, *rest).run()
-    if options.run_name and found[0] is not None:
-        check_run_name(found[0], run_name, folder)
-    return found
+        load_best = partial(_load_best, folder, choice.rule, run_name, safe_types)
+        return load_together(load_best, safe_types, team, share, pass_over=_refuse_damaged)
+
+    def load_newest() -> tuple[Loaded | None, list[str]]:
+        # A run may be training in the folder, so no file is changed.
+        return folder.load_newest(safe_types, renames_damaged=False), []
+
+    pass_over = partial(folder.pass_over, renames=False)
+    loaded, reasons = load_together(load_newest, safe_types, team, share, pass_over=pass_over)
+    if options.run_name and loaded is not None:
+        check_run_name(loaded, run_name, folder)
+    return loaded, reasons
+
+
+def load_given(
+    path: Path, safe_types: list[Any], team: Replicas, share: RowShare | None = None
+) -> Loaded | None:
+    """Load a file that was named in all processes of a team."""
+
+    def load() -> tuple[Loaded | None, None]:
+        return loading.load(path, safe_types, maps=True, share=share), None
+
+    return load_together(load, safe_types, team, share, pass_over=_refuse_damaged)[0]
 
 
 def check_run_name(loaded: Loaded, name: str, folder: RunFolder) -> None:

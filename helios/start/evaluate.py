@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from helios.checkpoint.loading import Loaded
 from helios.core.loss_means import as_numbers
 from helios.counters import Cursor, Phase, TrainingState
 from helios.engines.numerics import numerics
-from helios.errors import Interrupted, StateError, UsageError
+from helios.errors import Interrupted, UsageError
 from helios.model.model import Model, find_test_step, is_own
 from helios.plugins.averaging import EMA, WeightAverage
 from helios.run_parts import RunParts
@@ -36,10 +35,8 @@ def evaluate(run: Run) -> Any:
     record = None if loaded is None else run.detach(loaded.record)
     if loaded is not None:
         _add_averages(run, loaded)
-    state = run.handed if record is None else choose_trained(record, run.replicas)
-    if record is None and state is not None:
-        record = state.end
-    elif state is None and after_fit is not None:
+    state = None if record is None else choose_trained(record, run.replicas)
+    if record is None and after_fit is not None:
         record = after_fit.end
     run.settings.enter_context(
         numerics(
@@ -66,8 +63,7 @@ def evaluate(run: Run) -> Any:
     used = after_fit if loaded is None else None
     left_out = {} if used is None else used.leave_out_averages(run.plugins.values())
     _log_weights(run, loaded, reasons, left_out)
-    with _naming_unrestored(run.model):
-        result, reason = _run_pass(run, ask)
+    result, reason = _run_pass(run, ask)
     if used is not None and not left_out:
         # Steps may have changed buffers; what the next evaluation finds changed is the user's.
         used.record_contents()
@@ -168,33 +164,9 @@ def _remove_unrestored(run: Run) -> None:
     """Remove what does not have its saved state, so that it is an error to use it."""
     attributes = vars(run.model)
     for path, reason in (run.model.discovery.unrestored | run.owners.unrestored).items():
-        if reason is not NOT_BUILT and path in attributes:
-            del attributes[path]
-        elif reason is not NOT_BUILT:
+        if reason is not NOT_BUILT:
+            attributes.pop(path, None)
             _LOGGER.warning("%s is not as it was when the checkpoint was saved: %s", path, reason)
-
-
-@contextmanager
-def _naming_unrestored(model: Model) -> Iterator[None]:
-    """Say of an error why what it lacks could not be restored."""
-    try:
-        yield
-    except (AttributeError, KeyError) as error:
-        lacking = model.discovery.unrestored
-        # A container may lack it, too.
-        name = error.name if isinstance(error, AttributeError) else next(iter(error.args), None)
-        is_none = name is not None and getattr(error, "obj", error) is None
-        asked = [
-            path
-            for path in lacking
-            if name in path.split(".") or (is_none and vars(model).get(path, path) is None)
-        ]
-        if not asked:
-            raise
-        raise StateError(
-            f"The evaluation needs {' or '.join(asked)} as at the checkpoint, but cannot have it. "
-            f"{' '.join(dict.fromkeys(lacking[path] for path in asked))}"
-        ) from error
 
 
 def _log_weights(
@@ -212,8 +184,6 @@ def _log_weights(
     if loaded is not None:
         texts = [loaded.path.name, *reasons]
         texts += [f"the newest checkpoint, because {reason}"] if reason else []
-    elif run.handed is not None:
-        texts = ["the model as the process that started the ranks has it"]
     elif run.trained is not None:
         is_asked = run.choice.is_none or not reason
         why = "after fit" if is_asked else f"because there is no checkpoint, and {reason}"

@@ -12,7 +12,6 @@ import logging
 import math
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -238,21 +237,3 @@ def describe_ranks(heard: Heard, num_ranks: int) -> str:
 def _list_ranks(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
-
-
-@contextmanager
-def showing_stacks() -> Iterator[None]:
-    """Write the stacks of all threads to stderr at each SIGQUIT in the block, and go on.
-
-    Loader workers that are forked in the block do so, too. A handler of the script's stays.
-    """
-    number = getattr(signal, "SIGQUIT", None)
-    # A shell lets the commands that it runs in the background ignore it.
-    if number is None or signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
-        yield
-        return
-    faulthandler.register(number, _STDERR)
-    try:
-        yield
-    finally:
-        faulthandler.unregister(number)

@@ -40,7 +40,6 @@ from helios.start.processes import (
 from helios.start.replay import ReplayRequest, replay
 from helios.start.run import Run, only_call
 from helios.start.signals import Listener, find_signal_code, listening, remember
-from helios.start.trained_model import TrainedModel
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -114,7 +113,8 @@ def _find_stored(run: Run) -> Stored | None:
 
 def _choose_numbers(run: Run, launch: Launch, stored: Stored | None) -> tuple[int, int]:
     """Return the numbers of processes and of replicas."""
-    if run.is_as_it_is and run.trained is not None:
+    if run.trained is not None and stored is None and run.choice.path is None:
+        # The model of this process is evaluated.
         return 1, run.trained.end.num_replicas
     num_processes = choose_processes(run.options, launch, stored)
     return num_processes, choose_replicas(run.options, launch, stored, num_processes)
@@ -174,12 +174,9 @@ def _run_in_ranks(run: Run, num_processes: int, num_replicas: int) -> Any:
         num_replicas: how many replicas they run.
     """
     run.datamodule.prepare_data()
-    if run.trained is not None:
-        run.handed = _hand_over(run, run.trained)
     # A rank logs its error and emits on_exception.
     run.is_reported = True
     value, packed = _spawn(run, num_processes, num_replicas)
-    run.handed = None
     state: Trained = loads(packed)
     with _noting_assigned(run):
         run.restore(state)
@@ -188,16 +185,6 @@ def _run_in_ranks(run: Run, num_processes: int, num_replicas: int) -> Any:
         obstacle = f"{num_processes} processes trained it"
         run.leave("fit was interrupted" if is_interrupted else obstacle, state.end)
     return value
-
-
-def _hand_over(run: Run, trained: TrainedModel) -> Trained:
-    """Return the state of a trained model, for ranks that set it up again."""
-    run.owners = trained.owners
-    run.parts = run.make_inference_parts()
-    run.collect()
-    assert run.collected is not None
-    state: Trained = loads(run.collected)
-    return state
 
 
 def _spawn(run: Run, num_processes: int, num_replicas: int) -> tuple[Any, bytes]:

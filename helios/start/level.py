@@ -14,9 +14,9 @@ from torch import nn
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level, level_of, list_missing
 from helios.core.wrappers import COMPILED, compiled_call
-from helios.data.loader_state_check import Verdict, try_state
+from helios.data.external_loader import try_state
 from helios.data.source import ByOwnState, ByPosition, CannotResume, Source
-from helios.data.stream_source import StreamSource
+from helios.data.stream import StreamSource
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.findings import Finding, FindingKind, Findings
@@ -234,9 +234,9 @@ def determine_trust(source: Source, record: Record | None, *, can_save: bool) ->
             return Findings([Finding(FindingKind.MISSING, place, missing[place])])
         return _claimed(tried if tried in record.findings.names(FindingKind.CLAIM) else word)
     is_here = source.description.get("num_workers", 0) == 0
-    verdict = try_state(source) if is_here and can_save else Verdict.UNKNOWN
-    if verdict is not Verdict.BROKEN:
-        return _claimed(tried if verdict is Verdict.KEPT else word)
+    is_kept = try_state(source) if is_here and can_save else None
+    if is_kept is not False:
+        return _claimed(tried if is_kept else word)
     _LOGGER.warning(
         "The state of %s does not bring back the next batch: a copy that loaded it gave another "
         "one. A resumed run would train on other samples, so the level of this run is incomplete. "
@@ -262,7 +262,7 @@ def _judge_stream(source: StreamSource, record: Record | None, *, can_save: bool
     if not can_save:
         return Findings()
     name = source.find_stateful()
-    if name and try_state(source.for_trial()) is Verdict.KEPT:
+    if name and try_state(source.for_trial()):
         source.uses_state = True
         return _claimed(f"claimed by {name}, tried at the first start")
     _LOGGER.info(

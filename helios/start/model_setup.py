@@ -34,21 +34,10 @@ def take_own_processor(model: Model) -> None:
 
     As an attribute of the instance, its state is saved. It is copied so that models of one class do
     not share state, which would be missing in the next process.
-
-    Raises:
-        ArgumentError: if it cannot be copied.
     """
     named = inspect.getattr_static(model, "batch_processor")
-    if "batch_processor" in vars(model) or not isinstance(named, BatchProcessor):
-        return
-    try:
+    if "batch_processor" not in vars(model) and isinstance(named, BatchProcessor):
         model.batch_processor = copy.deepcopy(named)
-    except Exception as error:
-        raise ArgumentError(
-            f"{type(model).__name__}.batch_processor must be copyable, because each model gets its "
-            f"own, but copy.deepcopy failed: {error!r}. Assign self.batch_processor in setup() "
-            "instead."
-        ) from error
 
 
 def build_networks(
@@ -210,34 +199,14 @@ def _ask_for_units(
     model: Model, engine: Engine, *, trains: bool
 ) -> Sequence[nn.Module | Unit] | None:
     """Return what ``Model.shard`` returns, if the run is sharded or trains."""
-    is_sharded = engine.replicas.is_sharded
-    named = _call_shard(model) if is_sharded else _try_shard(model) if trains else None
-    if not isinstance(named, list | None):
+    named: Any = model.shard() if engine.replicas.is_sharded or trains else None
+    if not isinstance(named, Iterable | None):
         raise ArgumentTypeError(
             "Model.shard() must return a list of modules or None, got "
             f"{type(named).__name__}. Return e.g. list(self.net.layers)."
         )
-    return named
-
-
-def _call_shard(model: Model) -> Any:
-    """Return the units in a list, since an iterator is empty after its first use."""
-    named: Any = model.shard()
-    return [*named] if isinstance(named, Iterable) else named
-
-
-def _try_shard(model: Model) -> Any:
-    """Return the units of a model that is not sharded, which may be none."""
-    try:
-        return _call_shard(model)
-    except Exception as error:
-        _LOGGER.warning(
-            '%s.shard() failed, so no activations are computed again: %r. With sharding="none", '
-            "only Unit(..., checkpoint=True) in its result counts.",
-            type(model).__name__,
-            error,
-        )
-        return None
+    # An iterator is empty after its first use.
+    return None if named is None else [*named]
 
 
 def _find_checkpointed(

@@ -6,26 +6,23 @@ import difflib
 import inspect
 import logging
 from collections import UserDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from helios.counters import Phase
 from helios.data.datamodule import DataModule
 from helios.data.source import CannotResume, Source
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
-from helios.hooks.bus import Bus, check_owners, check_receiver, overridden
+from helios.hooks.bus import check_owners, check_receiver, check_state_methods
 from helios.hooks.events import EVENTS, Hooks, Receiver
-from helios.hooks.overrides import check_state_methods
 from helios.loops.epoch import BatchLoop, EpochLoop
-from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
+from helios.loops.evaluation import EvaluationLoop, PredictionLoop, TestingLoop, ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.optimizer import OptimizerLoop
-from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
-from helios.plugins.row_loggers import RowLogger
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -63,12 +60,6 @@ _OF_OTHER_TRAINERS = {
 }
 """Methods of other trainers, and what does the same here, if the names differ."""
 
-_FLAGS = {
-    "training_batch": "process_training_batch",
-    "validation_batch": "process_validation_batch",
-    "testing_batch": "process_testing_batch",
-}
-
 
 def check_subjects(model: Model, datamodule: DataModule) -> None:
     """Check the model and the data module of a call.
@@ -94,13 +85,10 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
 
 
 def _check_unscored(names: object) -> None:
-    is_text = isinstance(names, str)
-    if is_text or not isinstance(names, Collection) or not all(isinstance(x, str) for x in names):
-        example = names if is_text else "seconds"
+    if isinstance(names, str) or not isinstance(names, Collection):
         raise ArgumentTypeError(
-            f"unscored of a model must be a tuple of names of scores, got {names!r}. Write "
-            f'unscored = ("{example}",) with a comma, or give an attribute of your own another '
-            "name."
+            f"unscored of a model must be a tuple of names of scores, got {names!r}. Write e.g. "
+            'unscored = ("seconds",) with a comma.'
         )
 
 
@@ -124,52 +112,17 @@ def check_training_source(source: Source, *, can_save: bool, is_by_epoch: bool) 
         )
 
 
-def check_made(owner: Model | Plugin) -> None:
-    """Check that the constructor of a model or a plugin has called that of its base.
+def check_made(model: Model) -> None:
+    """Check that the constructor of a model has called that of its base.
 
     Raises:
         UsageError: if it has not.
     """
-    if isinstance(owner, Model):
-        attribute, call, lack = "_discovery", "super().__init__()", "a name nor state"
-    else:
-        attribute, call, lack = "_unique_overrides", "super().__init__(plug_id)", "an id nor a rank"
-    if attribute not in vars(owner):
+    if "_discovery" not in vars(model):
         raise UsageError(
-            f"{type(owner).__name__}.__init__ must call {call}: without it there is neither "
-            f"{lack}. Add the call as its first line."
+            f"{type(model).__name__}.__init__ must call super().__init__(): without it there is "
+            "neither a name nor state. Add the call as its first line."
         )
-
-
-def check_file(plugin: Plugin, others: Iterable[Plugin]) -> None:
-    """Check that no two loggers write one file, where each would repeat or lose rows of the other.
-
-    Raises:
-        ArgumentError: if another logger has the same path.
-    """
-    if isinstance(plugin, RowLogger):
-        for other in others:
-            if isinstance(other, RowLogger) and other.path == plugin.path:
-                raise ArgumentError(
-                    f"{type(plugin).__name__}(path=...) must be a file that no other plugin "
-                    f"writes, got {plugin.path}, the file of {other.plug_id!r}. Pass another path."
-                )
-
-
-def check_plugins(plugins: Mapping[str, Plugin]) -> None:
-    """Check the flags of plugins, which may be set until a run starts.
-
-    Raises:
-        ArgumentError: if a flag of ``unique_overrides`` claims a method that is not overridden.
-    """
-    for name, plugin in plugins.items():
-        for flag, method in _FLAGS.items():
-            claims = getattr(plugin.unique_overrides, flag)
-            if claims and overridden(plugin, EVENTS[method]) is None:
-                raise ArgumentError(
-                    f"Plugin {name!r} sets unique_overrides.{flag}, but does not override {method}."
-                    " Override it, or remove the flag."
-                )
 
 
 def warn_of_unknown_hooks(owner: object) -> None:
@@ -224,8 +177,6 @@ def _describe_unknown(name: str) -> str:
     close = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0.75)
     if close and (looks_like_hook or name.endswith("_step")):
         return f": it is neither a hook nor a step; did you mean {close[0]}?"
-    if difflib.get_close_matches(name, ["backward"], cutoff=0.9):
-        return "; did you mean backward? If it is a helper of your own, give it another name."
     own = ": it is not a hook. If it is a helper of your own, begin its name with an underscore."
     return own if looks_like_hook else ""
 
@@ -264,25 +215,6 @@ def check_batch_processor(model: Model, *, is_inference: bool = False) -> None:
         )
 
 
-def note_own_log(model: Model) -> None:
-    """Log that a model has something of its own in the place of ``Model.log``, which counts."""
-    if "log" in vars(model) or type(model).log is not Model.log:
-        _LOGGER.info(
-            "%s.log is its own, so it does not log means of steps. Rename it to use Model.log.",
-            type(model).__name__,
-        )
-
-
-def check_model_state(model: Model) -> None:
-    """Check that a model overrides both methods of its state, or neither.
-
-    Raises:
-        ArgumentError: if it overrides only one of them.
-    """
-    remedy = "Without them all networks, optimizers and schedulers among its attributes are saved."
-    check_state_methods(model, Model, remedy=remedy)
-
-
 class PluginTable(UserDict[str, Plugin]):
     """Plugins by id, in order of registration; fixed while a run uses them."""
 
@@ -306,9 +238,8 @@ class PluginTable(UserDict[str, Plugin]):
             DuplicateError: if the id is taken, or differs from ``plug_id`` (a ``KeyError``).
             ArgumentTypeError: for something that is not a plugin, and for a method whose parameters
                 are not those of its event.
-            ArgumentError: if another plugin overrides the same ``process_*_batch`` or writes the
-                same file, or if it overrides only one of ``state_dict`` and ``load_state_dict``.
-            UsageError: if its ``__init__`` does not call that of ``Plugin``.
+            ArgumentError: if another plugin overrides the same ``process_*_batch``, or if it
+                overrides only one of ``state_dict`` and ``load_state_dict``.
             UsageError: while a run uses the table: it would not be set up and receive no events.
         """
         self._refuse_in_use(name)
@@ -326,12 +257,10 @@ class PluginTable(UserDict[str, Plugin]):
                 f"A plugin must have a unique id, but {name!r} is registered already. Pass "
                 "another plug_id."
             )
-        check_made(plugin)
         # Plugins of helios-ml store information for readers of the checkpoint by state_dict alone.
         check_state_methods(
             plugin, Plugin, remedy="Without them nothing of it is saved. Add it.", may_show=True
         )
-        check_file(plugin, self.data.values())
         check_receiver(plugin)
         check_owners([*self.data.values(), plugin])
         self.data[name] = plugin
@@ -356,21 +285,6 @@ class PluginTable(UserDict[str, Plugin]):
         """Register the plugins of another table: the built-in operator would bypass the checks."""
         self.update(other)
         return self
-
-
-def log_order(plugins: Mapping[str, Plugin], hooks: Bus) -> None:
-    """Log at DEBUG level the order of the receivers, and those of each event."""
-    if not plugins or not _LOGGER.isEnabledFor(logging.DEBUG):
-        return
-    _LOGGER.debug("Hook order: the plugins %s, the model, the engine.", ", ".join(plugins))
-    monitors = [name for name, plugin in plugins.items() if plugin.monitor]
-    if monitors:
-        _LOGGER.debug(
-            "Called after the model at the ends of validations and epochs: %s.", ", ".join(monitors)
-        )
-    for event in EVENTS:
-        if event in hooks.active:
-            _LOGGER.debug("%s: %s.", event, ", ".join(hooks.names_of_receivers(event)))
 
 
 class Roots:
@@ -404,12 +318,6 @@ class Roots:
         self.fit = loop
 
 
-class HasRoots(Protocol):
-    """A trainer, as far as its loops are concerned."""
-
-    roots: Roots
-
-
 class EvaluationRoot:
     """Descriptor of a trainer's attribute that holds an evaluation loop.
 
@@ -420,10 +328,11 @@ class EvaluationRoot:
     def __init__(self, phase: Phase) -> None:
         self._phase = phase
 
-    def __get__(self, trainer: HasRoots, kind: type | None = None) -> EvaluationLoop:
-        return trainer.roots.evaluations[self._phase]
+    def __get__(self, trainer: Any, kind: type | None = None) -> EvaluationLoop:
+        found: EvaluationLoop = trainer.roots.evaluations[self._phase]
+        return found
 
-    def __set__(self, trainer: HasRoots, loop: EvaluationLoop) -> None:
+    def __set__(self, trainer: Any, loop: EvaluationLoop) -> None:
         """Replace the loop.
 
         Raises:

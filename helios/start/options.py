@@ -1,22 +1,25 @@
-"""The options of a trainer: what each is, must be and needs, what follows from it, and its help.
+"""The options of a trainer: what each is, must be and needs, and what follows from it.
 
 ``Options`` is the list of the arguments of ``Trainer``, whose signature and docstring mirror it; a
 test compares them. Values are checked one by one, then with each other; what has no effect is
-warned of.
+warned of. Names that ``Trainer`` does not have, often those of other trainers, are answered with
+the one that is meant.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+from helios.best import BestRule, Mode
 from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.core.plain_values import flatten_params
 from helios.core.rng import get_default_seed
@@ -33,6 +36,8 @@ from helios.start.signals import Signals
 from helios.storage.local_paths import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 _AUTO_SECONDS, _AUTO_LOGS, _AUTO_KEPT = 600, 50, 3
 _STEPS_OF_STREAMS = 1000
@@ -70,6 +75,7 @@ class Scope(Enum):
 
 
 NONE, START, RUN, END = Scope
+_SERIES: Any = list | tuple | set | frozenset | range
 
 Check: TypeAlias = Callable[[str, Any], Any]
 """Takes the name and the value of an option; returns the value as a run has it, or raises."""
@@ -82,7 +88,6 @@ class Row:
     Attributes:
         check: checks a value on its own.
         scope: where the value must be the same.
-        summary: how its description in ``Trainer`` begins.
         excludes: with one of these set, it must not be set.
         needs: the folder without which it must not be set.
         idle_without: what it has no effect without.
@@ -90,26 +95,45 @@ class Row:
 
     check: Check
     scope: Scope
-    summary: str
     excludes: tuple[str, ...] = ()
     needs: str = ""
     idle_without: str = ""
 
 
-def option(default: Any, check: Check, scope: Scope, summary: str, **others: Any) -> Any:
+def option(default: Any, check: Check, scope: Scope, **others: Any) -> Any:
     """Return a field of :class:`Options` with its :class:`Row`."""
-    return field(default=default, metadata={"row": Row(check, scope, summary, **others)})
+    return field(default=default, metadata={"row": Row(check, scope, **others)})
 
 
 def _must_be(
     rule: str,
-    is_good: Callable[[Any], object],
-    convert: Callable[[Any], Any] = lambda value: value,
+    kind: Any,
     *,
+    above: int | None = None,
+    words: Collection[str] = (),
+    suits: Callable[[Any], object] = lambda value: True,
+    convert: Callable[[Any], Any] = lambda value: value,
     remedy: str = "Omit it for the default.",
 ) -> Check:
+    """Return a check of a value on its own.
+
+    Args:
+        rule: what it must be.
+        kind: its type, or several with ``|``.
+        above: what finite numbers must be greater than; a bool is none.
+        words: what it may be as a string.
+        suits: whether a value of these types is a good one.
+        convert: returns a good one as a run has it.
+        remedy: what else to do.
+    """
+
     def check(name: str, value: Any) -> Any:
-        if not is_good(value):
+        is_good = isinstance(value, kind)
+        if words and isinstance(value, str):
+            is_good = value in words
+        elif is_good and above is not None and isinstance(value, int | float):
+            is_good = not isinstance(value, bool) and above < value < math.inf
+        if not is_good or not suits(value):
             raise _refusal(name, rule, value, remedy)
         return convert(value)
 
@@ -117,37 +141,11 @@ def _must_be(
 
 
 def _one_of(*words: str) -> Check:
-    return _must_be(" or ".join(f'"{word}"' for word in words), lambda value: value in words)
+    return _must_be(" or ".join(f'"{word}"' for word in words), str, words=words)
 
 
-def _is(*kinds: type) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, kinds)
-
-
-def _none_or(is_good: Callable[[Any], object]) -> Callable[[Any], object]:
-    return lambda value: value is None or is_good(value)
-
-
-def _is_count(value: object, least: int = 1) -> bool:
-    return type(value) is int and value >= least
-
-
-def _is_natural(value: object) -> bool:
-    return _is_count(value, 0)
-
-
-def _is_positive(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < value < math.inf
-
-
-def _is_series(value: object, is_good: Callable[[Any], object]) -> bool:
-    return isinstance(value, list | tuple | set | frozenset | range) and all(map(is_good, value))
-
-
-def _is_table(value: Any) -> bool:
-    is_good = isinstance(value, Mapping) and all(isinstance(phase, Phase) for phase in value)
-    return is_good and all(map(_is_count, value.values()))
+def _are_counts(values: Iterable[object]) -> bool:
+    return all(type(value) is int and value > 0 for value in values)
 
 
 _UNITS: Mapping[object, TrainingUnit] = {
@@ -156,76 +154,91 @@ _UNITS: Mapping[object, TrainingUnit] = {
     **dict.fromkeys(("iteration", "step"), TrainingUnit.ITERATION),
 }
 _PRECISIONS = {known.value: known for known in Precision.all()}
-_FLAG = _must_be("True or False", _is(bool))
-_CHOICE = _must_be("True, False or None", _none_or(_is(bool)))
-_TEXT = _must_be("a string", _is(str))
+_FLAG = _must_be("True or False", bool)
+_CHOICE = _must_be("True, False or None", bool | None)
+_TEXT = _must_be("a string", str)
 _FILE_NAME = _must_be(
     "a string without path separators (it names files)",
-    lambda value: isinstance(value, str) and not any(mark in value for mark in "/\\\0"),
+    str,
+    suits=lambda value: not any(mark in value for mark in "/\\\0"),
     remedy="Pass folders as chkpt_root and so on.",
 )
 _UNIT = _must_be(
     '"epoch", "iteration", "step" or a TrainingUnit',
-    lambda value: isinstance(value, str | TrainingUnit) and value in _UNITS,
-    _UNITS.get,
+    TrainingUnit,
+    words=("epoch", "iteration", "step"),
+    convert=_UNITS.get,
 )
 _TOTAL = _must_be(
     "a non-negative int or inf",
-    lambda value: value is NO_LENGTH or _is_natural(value) or value == math.inf,
+    int | float,
+    suits=lambda value: (
+        value is NO_LENGTH or value == math.inf or (type(value) is int and value >= 0)
+    ),
     remedy="Pass e.g. 10, or float('inf').",
 )
-_COUNT = _must_be("None or a positive int", _none_or(_is_count))
+_COUNT = _must_be("None or a positive int", int | None, above=0)
 AUTO = "auto"
 """Leaves a frequency to its default: never beside ``total_steps``, else as docs/start.md says."""
 _TIMES = re.compile(r"(\d+) ?(s|min|h)")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _FREQUENCY = _must_be(
-    'a positive int, None for never, or "auto"',
-    lambda value: value is None or value == AUTO or _is_count(value),
+    'a positive int, None for never, or "auto"', int | None, above=0, words=(AUTO,)
 )
 _SAVES = _must_be(
     'a positive int, a time in s, min or h such as "10min", None for never, or "auto"',
-    lambda value: value in (None, AUTO) or _is_count(value) or bool(read_seconds(value)),
+    int | str | None,
+    above=0,
+    suits=lambda value: not isinstance(value, str) or value == AUTO or read_seconds(value),
 )
-_PATIENCE = _must_be("None or a non-negative int", _none_or(_is_natural))
-_NATURAL = _must_be("a non-negative int", _is_natural)
-_WINDOW = _must_be("a positive int", _is_count)
-_POSITIVE = _must_be("None or a positive number", _none_or(_is_positive))
+_PATIENCE = _must_be("None or a non-negative int", int | None, above=-1)
+_NATURAL = _must_be("a non-negative int", int, above=-1)
+_WINDOW = _must_be("a positive int", int, above=0)
+_POSITIVE = _must_be("None or a positive number", int | float | None, above=0)
 _SEED = _must_be(
-    "None or an int of 64 bits", _none_or(lambda value: _is_natural(value) and value < 1 << 64)
+    "None or an int of 64 bits",
+    int | None,
+    above=-1,
+    suits=lambda value: value is None or value < 1 << 64,
 )
 _NUMBERS = _must_be(
     "a tuple of positive ints, such as (812, 813)",
-    lambda value: _is_series(value, _is_count),
-    lambda value: tuple(sorted(set(value))),
+    _SERIES,
+    suits=_are_counts,
+    convert=lambda value: tuple(sorted(set(value))),
 )
-_STORE = _must_be("None or a CheckpointStore", _none_or(_is(CheckpointStore)))
+_STORE = _must_be("None or a CheckpointStore", CheckpointStore | None)
 _SIGNALS = _must_be(
     "None or Signals, such as Signals(grace=60.0), or Signals(()) for none",
-    _none_or(_is(Signals)),
-    lambda value: value or Signals(),
+    Signals | None,
+    convert=lambda value: value or Signals(),
 )
-_ENGINE = _must_be("an Engine, such as Engine.auto(), or None", _none_or(_is(Engine)))
+_ENGINE = _must_be("an Engine, such as Engine.auto(), or None", Engine | None)
 _PRECISION = _must_be(
     f"None, a Precision or one of {', '.join(_PRECISIONS)}",
-    lambda value: value is None or isinstance(value, Precision) or value in list(_PRECISIONS),
-    lambda value: _PRECISIONS[value] if isinstance(value, str) else value,
+    Precision | None,
+    words=_PRECISIONS,
+    convert=lambda value: _PRECISIONS[value] if isinstance(value, str) else value,
 )
 _PLUGINS = _must_be(
     "a list of Plugin objects",
-    lambda value: isinstance(value, list | tuple) and all(map(_is(Plugin), value)),
-    tuple,
+    list | tuple,
+    suits=lambda value: all(isinstance(each, Plugin) for each in value),
+    convert=tuple,
     remedy="Pass [plugin]. Derive it from helios.plugins.Plugin.",
 )
 _LIMITS = _must_be(
     "None, or phases with a positive int each, such as {Phase.TRAINING: 10}",
-    _none_or(_is_table),
-    lambda value: dict(value or {}),
+    Mapping | None,
+    suits=lambda value: (
+        not value or (all(isinstance(x, Phase) for x in value) and _are_counts(value.values()))
+    ),
+    convert=lambda value: dict(value or {}),
 )
 _RESUME = _must_be(
     '"auto", "never" or a path',
-    _is(str, Path),
-    lambda value: (
+    str | Path,
+    convert=lambda value: (
         value if value in ("auto", "never") else as_local_path("Trainer(resume=...)", value)
     ),
 )
@@ -264,7 +277,7 @@ def _existing_folder(name: str, value: object) -> Path | None:
 
 def _changes(name: str, value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
-    if not _is_series(names, _is(str)):
+    if not isinstance(names, _SERIES) or not all(isinstance(each, str) for each in names):
         raise _refusal(name, "a tuple of names", value, "Omit it for none.")
     known = find_changeable()
     unknown = [each for each in names if each not in known and not each.startswith(PARAMS)]
@@ -278,106 +291,59 @@ def _changes(name: str, value: Any) -> tuple[str, ...]:
 class Options:
     """The arguments of a trainer, as a run has them; ``Trainer`` documents them."""
 
-    run_name: str = option("", _FILE_NAME, NONE, "name of logs and checkpoints")
-    train_unit: TrainingUnit = option(
-        TrainingUnit.EPOCH, _UNIT, RUN, "unit of ``total_steps`` and the frequencies"
-    )
-    total_steps: float = option(NO_LENGTH, _TOTAL, END, "length of the run in that unit")
-    valid_frequency: int | str | None = option(
-        AUTO, _FREQUENCY, START, "validate every N epochs or steps"
-    )
-    chkpt_frequency: int | str | None = option(
-        AUTO, _SAVES, START, "write a checkpoint every N epochs or steps", needs="chkpt_root"
-    )
-    print_frequency: int | str | None = option(
-        AUTO, _FREQUENCY, START, "log losses every N iterations"
-    )
-    accumulation_steps: int = option(1, _WINDOW, RUN, "micro-batches per optimizer step")
+    run_name: str = option("", _FILE_NAME, NONE)
+    train_unit: TrainingUnit = option(TrainingUnit.EPOCH, _UNIT, RUN)
+    total_steps: float = option(NO_LENGTH, _TOTAL, END)
+    valid_frequency: int | str | None = option(AUTO, _FREQUENCY, START)
+    chkpt_frequency: int | str | None = option(AUTO, _SAVES, START, needs="chkpt_root")
+    print_frequency: int | str | None = option(AUTO, _FREQUENCY, START)
+    accumulation_steps: int = option(1, _WINDOW, RUN)
     enable_cudnn_benchmark: bool = option(
         False,
         _FLAG,
         NONE,
-        "let cuDNN benchmark its algorithms",
         excludes=("enable_deterministic",),
         idle_without="gpu_ids",
     )
-    enable_deterministic: bool = option(False, _FLAG, START, "require deterministic algorithms")
-    early_stop_cycles: int | None = option(
-        None, _PATIENCE, END, "patience in validations", idle_without="valid_frequency"
-    )
-    use_cpu: bool | None = option(None, _CHOICE, NONE, "True for the CPU", excludes=("engine",))
-    gpus: list[int] | None = option(
-        None, _gpus, NONE, "ids of the GPUs to use", excludes=("engine",)
-    )
-    random_seed: int | None = option(None, _SEED, RUN, "seed of the run")
-    enable_tensorboard: bool = option(
-        False, _FLAG, NONE, "write scalars to ``run_path`` for TensorBoard", needs="run_path"
-    )
-    enable_file_logging: bool = option(
-        False, _FLAG, NONE, "write a log file to ``log_path``", needs="log_path"
-    )
-    capture_warnings: bool = option(False, _FLAG, NONE, "write Python's warnings to the log")
-    enable_progress_bar: bool = option(False, _FLAG, NONE, "show progress bars")
-    chkpt_root: Path | None = option(None, _folder, NONE, "folder of all runs")
-    log_path: Path | None = option(
-        None, _folder, NONE, "folder of log files", idle_without="enable_file_logging"
-    )
-    run_path: Path | None = option(
-        None, _folder, NONE, "folder of TensorBoard runs", idle_without="enable_tensorboard"
-    )
-    src_root: Path | None = option(None, _existing_folder, NONE, "package to import at the start")
-    import_prefix: str = option("", _TEXT, NONE, "prefix of its modules", idle_without="src_root")
-    print_banner: bool = option(True, _FLAG, NONE, "log what the run is")
+    enable_deterministic: bool = option(False, _FLAG, START)
+    early_stop_cycles: int | None = option(None, _PATIENCE, END, idle_without="valid_frequency")
+    use_cpu: bool | None = option(None, _CHOICE, NONE, excludes=("engine",))
+    gpus: list[int] | None = option(None, _gpus, NONE, excludes=("engine",))
+    random_seed: int | None = option(None, _SEED, RUN)
+    enable_tensorboard: bool = option(False, _FLAG, NONE, needs="run_path")
+    enable_file_logging: bool = option(False, _FLAG, NONE, needs="log_path")
+    capture_warnings: bool = option(False, _FLAG, NONE)
+    enable_progress_bar: bool = option(False, _FLAG, NONE)
+    chkpt_root: Path | None = option(None, _folder, NONE)
+    log_path: Path | None = option(None, _folder, NONE, idle_without="enable_file_logging")
+    run_path: Path | None = option(None, _folder, NONE, idle_without="enable_tensorboard")
+    src_root: Path | None = option(None, _existing_folder, NONE)
+    import_prefix: str = option("", _TEXT, NONE, idle_without="src_root")
+    print_banner: bool = option(True, _FLAG, NONE)
     _: KW_ONLY
-    max_epochs: int | None = option(
-        None, _COUNT, START, "length of the run in epochs", excludes=("total_steps", "train_unit")
-    )
-    max_steps: int | None = option(
-        None, _COUNT, END, "length in optimizer steps", excludes=("total_steps", "train_unit")
-    )
-    engine: Engine | None = option(None, _ENGINE, START, "your own engine")
-    precision: Precision | None = option(
-        None, _PRECISION, RUN, '``"fp32"``, ``"bf16"`` or ``"fp16"``', excludes=("engine",)
-    )
-    plugins: tuple[Plugin, ...] = option((), _PLUGINS, NONE, "plugins to register")
-    store: CheckpointStore | None = option(
-        None, _STORE, NONE, "how checkpoints are written and kept", idle_without="uses_store"
-    )
-    signals: Signals = option(None, _SIGNALS, NONE, "signals on which ``fit`` saves and ends")
-    num_replicas: int | None = option(None, _COUNT, NONE, "data-parallel replicas")
-    nproc: int | None = option(None, _COUNT, NONE, "processes that run the replicas")
-    sharding: str = option("none", _one_of("none", "full"), NONE, '``"full"`` shards the model')
-    init: str = option(
-        "setup", _one_of("setup", "keyed"), RUN, '``"keyed"`` initializes module by module'
-    )
-    clip_norm: float | None = option(
-        None, _POSITIVE, START, "maximum 2-norm of the gradients", excludes=("engine",)
-    )
-    clip_value: float | None = option(
-        None, _POSITIVE, START, "maximum magnitude of a gradient", excludes=("engine", "clip_norm")
-    )
-    resume: str | Path = option(
-        "auto", _RESUME, START, '``"auto"`` continues the run', idle_without="chkpt_root"
-    )
-    allow_changes: tuple[str, ...] = option(
-        (), _changes, NONE, "settings that may have changed", idle_without="chkpt_root"
-    )
-    on_incomplete: str = option(
-        "warn", _one_of("warn", "raise"), START, '``"raise"`` for errors', idle_without="can_save"
-    )
-    ledger: str = option(
-        "steps", _one_of("steps", "off"), NONE, '``"steps"`` for one line per iteration'
-    )
-    skip_batches: tuple[int, ...] = option((), _NUMBERS, RUN, "numbers of batches to skip")
-    sanity_steps: int = option(0, _NATURAL, START, "batches to validate before training")
-    batch_limits: dict[Phase, int] = option(None, _LIMITS, START, "maximum number of batches")
-    params: dict[str, Any] = option(None, _params, NONE, "what else defines the run")
-    max_restarts: int = option(
-        0, _NATURAL, NONE, "restarts of a job that fails", idle_without="starts_processes"
-    )
-    hang_timeout: float | None = option(
-        None, _POSITIVE, START, "end after N seconds at a standstill"
-    )
+    max_epochs: int | None = option(None, _COUNT, START, excludes=("total_steps", "train_unit"))
+    max_steps: int | None = option(None, _COUNT, END, excludes=("total_steps", "train_unit"))
+    engine: Engine | None = option(None, _ENGINE, START)
+    precision: Precision | None = option(None, _PRECISION, RUN, excludes=("engine",))
+    plugins: tuple[Plugin, ...] = option((), _PLUGINS, NONE)
+    store: CheckpointStore | None = option(None, _STORE, NONE, idle_without="uses_store")
+    signals: Signals = option(None, _SIGNALS, NONE)
+    num_replicas: int | None = option(None, _COUNT, NONE)
+    nproc: int | None = option(None, _COUNT, NONE)
+    sharding: str = option("none", _one_of("none", "full"), NONE)
+    init: str = option("setup", _one_of("setup", "keyed"), RUN)
+    clip_norm: float | None = option(None, _POSITIVE, START, excludes=("engine",))
+    clip_value: float | None = option(None, _POSITIVE, START, excludes=("engine", "clip_norm"))
+    resume: str | Path = option("auto", _RESUME, START, idle_without="chkpt_root")
+    allow_changes: tuple[str, ...] = option((), _changes, NONE, idle_without="chkpt_root")
+    on_incomplete: str = option("warn", _one_of("warn", "raise"), START, idle_without="can_save")
+    ledger: str = option("steps", _one_of("steps", "off"), NONE)
+    skip_batches: tuple[int, ...] = option((), _NUMBERS, RUN)
+    sanity_steps: int = option(0, _NATURAL, START)
+    batch_limits: dict[Phase, int] = option(None, _LIMITS, START)
+    params: dict[str, Any] = option(None, _params, NONE)
+    max_restarts: int = option(0, _NATURAL, NONE, idle_without="starts_processes")
+    hang_timeout: float | None = option(None, _POSITIVE, START)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -545,19 +511,21 @@ class Options:
             return self.store
         if not self.has_new_length:
             return CheckpointStore()
-        rules = {each.monitored for each in plugins if isinstance(each, EarlyStopping)}
-        best = KeepBest(1, *rules.pop()) if len(rules) == 1 else None
+        watched = _find_watched(plugins)
+        best = None if watched is None else KeepBest(1, *watched)
         return CheckpointStore(keep_last=_AUTO_KEPT, keep_best=best)
+
+    def find_rule(self, plugins: Iterable[Plugin]) -> BestRule | None:
+        """Return what decides by a score: ``KeepBest``, or else ``EarlyStopping``."""
+        if self.store is not None and self.store.keep_best is not None:
+            return self.store.keep_best.rule
+        watched = _find_watched(plugins)
+        return None if watched is None else BestRule(*watched)
 
     @property
     def seed(self) -> int:
         """The seed of the run."""
         return get_default_seed() if self.random_seed is None else self.random_seed
-
-    def describe_seed(self) -> str:
-        """Return the seed for the banner."""
-        default = " (the default)" if self.random_seed is None else ""
-        return f"{self.seed}{default}"
 
     def name_for(self, save_name: str) -> str:
         """Return the name of a run that trains a model of this ``save_name``."""
@@ -585,6 +553,12 @@ class Options:
         return self.can_save or (self.chkpt_root is not None and is_rule)
 
 
+def _find_watched(plugins: Iterable[Plugin]) -> tuple[str, Mode] | None:
+    """Return the score that ``EarlyStopping`` watches, and its mode; ``None`` if not just one."""
+    found = {each.monitored for each in plugins if isinstance(each, EarlyStopping)}
+    return found.pop() if len(found) == 1 else None
+
+
 ROWS: Mapping[str, Row] = {each.name: each.metadata["row"] for each in fields(Options)}
 """The row of each option, by name."""
 
@@ -605,3 +579,74 @@ def find_changeable() -> list[str]:
     """Return what ``allow_changes`` may name, besides single parameters."""
     others = ("mixture", "accumulation_order", "norm", "params", "optimizer")
     return [*OF_DATA, *others, *(name for name, row in ROWS.items() if row.scope is RUN)]
+
+
+_OF_OTHER_TRAINERS = """
+epochs num_epochs n_epochs num_train_epochs: max_epochs
+num_steps num_iterations max_iters steps: max_steps
+max_time: plugins=[TimeLimit(...)]
+accelerator device devices num_gpus use_gpu: use_cpu and gpus; nproc is the number of processes
+strategy num_nodes world_size num_processes ddp: nproc, num_replicas, sharding; or torchrun
+fsdp: sharding="full"
+callbacks callback hooks: plugins
+logger loggers report_to: plugins=[CSVLogger(...), WandbLogger(...)], or enable_tensorboard
+logging_dir: run_path for TensorBoard, log_path for log files
+default_root_dir output_dir save_dir checkpoint_dir: chkpt_root
+accumulate_grad_batches gradient_accumulation_steps: accumulation_steps
+gradient_clip_val max_grad_norm grad_clip: clip_norm
+gradient_clip_algorithm: clip_norm or clip_value
+check_val_every_n_epoch val_check_interval eval_steps eval_frequency val_frequency: valid_frequency
+save_steps save_frequency save_every: chkpt_frequency
+enable_checkpointing: chkpt_root
+save_total_limit: store=CheckpointStore(keep_last=...)
+save_top_k monitor load_best_model_at_end keep_best: store=CheckpointStore(keep_best=KeepBest(...))
+log_every_n_steps logging_steps log_frequency: print_frequency
+limit_train_batches limit_val_batches overfit_batches: batch_limits={Phase.TRAINING: 10, ...}
+limit_test_batches limit_predict_batches: batch_limits={Phase.TRAINING: 10, ...}
+fast_dev_run: batch_limits={Phase.TRAINING: 10, ...} and max_epochs=1
+num_sanity_val_steps: sanity_steps
+deterministic: enable_deterministic
+benchmark: enable_cudnn_benchmark
+seed: random_seed
+patience: early_stop_cycles, or plugins=[EarlyStopping(...)]
+profiler: plugins=[Profiler(...)]
+detect_anomaly: plugins=[NaNGuard()]
+fp16 bf16 amp mixed_precision: precision="bf16" or "fp16"
+resume_from_checkpoint ckpt_path checkpoint: resume=<path>; without it, a run continues by itself
+enable_model_summary: print_banner
+name: run_name
+config hparams args: params
+model datamodule train_dataset train_dataloaders: trainer.fit(model, datamodule)
+batch_size num_workers: DataLoaderParams(...) in setup() of the data module
+optimizer optimizers lr learning_rate: setup() of the model, where its optimizers are made
+"""
+
+MEANT = {
+    **{each.name: f"store=CheckpointStore({each.name}=...)" for each in fields(CheckpointStore)},
+    **{
+        name: meant
+        for names, meant in (line.split(": ", 1) for line in _OF_OTHER_TRAINERS.split("\n")[1:-1])
+        for name in names.split()
+    },
+}
+"""What is meant by names that ``Trainer`` does not have."""
+
+
+def with_known_arguments(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return a constructor of the trainer that says which argument an unknown one may mean."""
+
+    @functools.wraps(call)
+    def run(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+        unknown = [name for name in options if name not in ROWS]
+        if unknown:
+            raise ArgumentTypeError("\n".join(map(_refuse_unknown, unknown)))
+        return call(*args, **options)
+
+    return run
+
+
+def _refuse_unknown(name: str) -> str:
+    names = MEANT | {known: known for known in ROWS}
+    (meant, *_) = [names[each] for each in difflib.get_close_matches(name, names, n=1)] or [""]
+    hint = f"Did you mean {meant}?" if meant else "help(helios.Trainer) lists the arguments."
+    return f"Trainer() has no argument {name!r}. {hint}"

@@ -1,6 +1,6 @@
 """Finds where a training starts: from a checkpoint that ``Trainer(resume=...)`` selects, or anew.
 
-A run's folder belongs to one run; ``run_identity`` defines what identifies it. One run writes to a
+A run's folder belongs to one run; ``changes`` says what identifies it. One run writes to a
 folder at a time: rank 0 writes, and every process reads at the next start.
 
 The folder is read twice. :func:`find_stored` returns the number of replicas, on which the number of
@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.record import Record
@@ -26,7 +26,7 @@ from helios.checkpoint.store import Loaded, RunFolder
 from helios.errors import ArgumentError, CheckpointError, DamagedCheckpointError, RunMismatchError
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
-from helios.start.checkpoint_search import SHARING, Search, check_run_name, open_folder
+from helios.start.checkpoint_search import SHARING, check_run_name, load_together, open_folder
 from helios.start.options import Options
 from helios.start.processes import Stored
 from helios.start.run import Run
@@ -219,46 +219,21 @@ def find_origin(run: Run) -> Origin:
     if folder is None:
         return Origin()
     lock = _lock_folder(folder, run)
-    types = run.model.types_for_safe_load()
-    search = _OriginSearch(folder, run.options, run.name, types, run.replicas, run.share)
-    loaded, origin = search.run()
-    return replace(origin, folder=folder, loaded=loaded, lock=lock)
+    types, folder.share = run.model.types_for_safe_load(), run.share
 
+    def choose() -> tuple[Loaded | None, Origin]:
+        origin = _choose_origin(folder, run.options, run.name, types)
+        _check_replicas(origin.loaded, run.replicas.num_replicas)
+        return origin.loaded, replace(origin, loaded=None)
 
-@final
-class _OriginSearch(Search[Origin]):
-    """The checkpoint that ``resume`` selects, under the lock of its folder.
-
-    Args:
-        folder: the run's folder.
-        options: which checkpoint is resumed.
-        run_name: name of the current run.
-        rest: as in :class:`Search`.
-    """
-
-    def __init__(self, folder: RunFolder, options: Options, run_name: str, *rest: Any) -> None:
-        super().__init__(*rest)
-        self._folder = folder
-        self._options = options
-        self._run_name = run_name
-        folder.share = self._share
-
-    def _choose(self) -> tuple[str | None, Origin]:
-        origin = _choose_origin(self._folder, self._options, self._run_name, self._types)
-        self._found = origin.loaded
-        _check_replicas(origin.loaded, self._team.num_replicas)
-        name = None if origin.loaded is None else origin.loaded.path.name
-        return name, replace(origin, loaded=None)
-
-    def _path(self, name: str, facts: Origin) -> Path:
-        origin = self._options.resume_path
-        return origin if facts.is_branch and origin is not None else self._folder.path / name
-
-    def _pass_over(self, path: Path, facts: Origin, damage: str) -> None:
-        if facts.is_branch or self._share is None:
+    def pass_over(path: Path, damage: str) -> None:
+        if path.parent != folder.path or folder.share is None:
             # Rank 0 has verified all of it: nothing is wrong with the file.
             raise DamagedCheckpointError(damage)
-        self._folder.pass_over(path, damage)
+        folder.pass_over(path, damage)
+
+    loaded, origin = load_together(choose, types, run.replicas, run.share, pass_over=pass_over)
+    return replace(origin, folder=folder, loaded=loaded, lock=lock)
 
 
 def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from helios.counters import Phase
-from helios.data.fingerprint import count_samples, describe_content, describe_values
+from helios.data.fingerprint import describe_content, describe_values, length_of
 from helios.data.loader import KeyedLoader
 from helios.data.source import Source
 from helios.distributed.process_groups import membership
@@ -215,7 +215,7 @@ def describe_data_sets(sources: Mapping[Phase, list[Source]]) -> dict[str, str]:
             # A sampler of the user's may have drawn an order that is not in the data sets.
             table[f"{place}, the first samples"] = describe_content(source.indices(0) or [])
             for name, part in find_data_sets(source):
-                table[f"{place}, length of {name}"] = str(count_samples(part))
+                table[f"{place}, length of {name}"] = str(length_of(part))
                 if id(part) not in known:
                     known[id(part)] = describe_values(part)
                 for attribute, text in known[id(part)].items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -14,9 +15,8 @@ from helios.ledger.book import EVERY, Book
 from helios.ledger.environment import describe_git
 from helios.ledger.line import LineReceiver, hash_of
 from helios.ledger.run_file import RunFile, host
-from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter
-from helios.listeners import Iteration, Recorder, Validated
+from helios.listeners import Recorder, Validated
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.start.origin import Origin
@@ -58,14 +58,11 @@ def make_writer(
         book,
         replicas.local_replicas,
         num_processes=replicas.num_processes,
-        weights=WeightDigests(
-            find_weights,
-            discovery.optimizers,
-            lambda: name_buffers(discovery.saved_modules()),
-            is_read=book is not None or replicas.is_sharded_over_processes,
-            every=every,
-        ),
+        find_weights=find_weights,
+        find_buffers=lambda: name_buffers(discovery.saved_modules()),
         find_optimizers=discovery.optimizers,
+        reads_weights=book is not None or replicas.is_sharded_over_processes,
+        every=every,
         attributes=vars(model),
         mark=mark,
         after=after,
@@ -74,10 +71,11 @@ def make_writer(
 
 
 @final
+@dataclass
 class RunEvents(Recorder):
     """What a run was started with, and what happens to it, on rank 0.
 
-    Args:
+    Attributes:
         file: where events are written.
         origin: where the run starts.
         book: the ledger, which the run may have lost.
@@ -85,24 +83,16 @@ class RunEvents(Recorder):
         changes: changes that were allowed, in all starts of the run.
     """
 
-    def __init__(
-        self,
-        file: RunFile,
-        origin: Origin,
-        book: Book,
-        facts: Mapping[str, Any],
-        changes: Sequence[str],
-    ) -> None:
-        self._file = file
-        self._origin = origin
-        self._book = book
-        self._facts = facts
-        self._changes = changes
-        self._is_open = False
+    file: RunFile
+    origin: Origin
+    book: Book
+    facts: Mapping[str, Any]
+    changes: Sequence[str]
+    _is_open: bool = False
 
     def opened(self) -> None:
         """Add how the run starts, and what it had to leave behind."""
-        origin, loaded, add = self._origin, self._origin.loaded, self._file.add
+        origin, loaded, add = self.origin, self.origin.loaded, self.file.add
         self._is_open = True
         for path in [] if origin.folder is None else origin.folder.damaged:
             add(run_file.FALLBACK, checkpoint=path.name, cause="the file is damaged")
@@ -112,27 +102,26 @@ class RunEvents(Recorder):
             found["checkpoint"] = str(loaded.path) if origin.is_branch else loaded.path.name
             found["digest"] = None if loaded.sidecar is None else loaded.sidecar.digest or None
         # Earlier starts have recorded theirs.
-        changes = self._changes[len(origin.changes) :] or None
-        add(run_file.START, **found, **self._facts, git=describe_git() or None, changes=changes)
+        changes = self.changes[len(origin.changes) :] or None
+        add(run_file.START, **found, **self.facts, git=describe_git() or None, changes=changes)
         if loaded is not None and loaded.record.migrated_from is not None:
             add(run_file.MIGRATION, cause=f"helios-ml {loaded.record.migrated_from}")
-        if self._book.loss is not None:
-            add(run_file.LOST_LEDGER, cause=self._book.loss)
-        self._file.begin(found["iteration"])
+        if self.book.loss is not None:
+            add(run_file.LOST_LEDGER, cause=self.book.loss)
 
     def committed(self, path: Path, sidecar: Sidecar) -> None:
         """Add a checkpoint."""
-        self._file.add(run_file.SAVE, checkpoint=path.name, digest=sidecar.digest or None)
+        self.file.add(run_file.SAVE, checkpoint=path.name, digest=sidecar.digest or None)
 
     def save_failed(self, path: Path, error: Exception) -> None:
         """Add a checkpoint that could not be written."""
-        self._file.add(run_file.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
+        self.file.add(run_file.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
 
     def validated(self, validated: Validated) -> None:
         """Add the scores of a validation; without any nothing is written."""
         state, best = validated.state, validated.best
         if validated.scores:
-            self._file.add(
+            self.file.add(
                 run_file.VALIDATION,
                 iteration=state.global_iteration,
                 step=state.global_step,
@@ -141,38 +130,21 @@ class RunEvents(Recorder):
                 best=None if best is None else best.as_plain(),
             )
 
-    def iteration_ended(self, iteration: Iteration) -> None:
-        """Add a stretch of iterations, if one is due."""
-        self._file.note(iteration.state.global_iteration)
-
-    def paused(self) -> None:
-        """Leave out of the times what has passed since the last iteration."""
-        self._file.end_pause()
-
     def ended(
         self, reason: str, *, interruption: str | None = None, error: BaseException | None = None
     ) -> None:
-        """Add the last stretch, and how training has ended; a start that is refused adds none."""
+        """Add how training has ended; a start that is refused adds nothing."""
         if self._is_open:
-            self._file.close()
             if error is not None:
-                self._file.add(run_file.ERROR, cause=_describe(error))
+                self.file.add(run_file.ERROR, cause=_describe(error))
             elif interruption is not None:
-                self._file.add(run_file.INTERRUPTION, cause=interruption)
+                self.file.add(run_file.INTERRUPTION, cause=interruption)
             else:
-                self._file.add(run_file.END, cause=reason)
-
-    def closed(self) -> None:
-        """Add the last stretch, if an error has ended the training."""
-        self._file.close()
+                self.file.add(run_file.END, cause=reason)
 
 
 def _describe(error: BaseException) -> str:
-    """Return an error as text, whatever its own text is."""
-    try:
-        return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
-    except Exception:
-        return type(error).__name__
+    return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
 
 
 def make_recorders(

@@ -7,24 +7,33 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
+from helios.best import BestRule, BestSoFar
 from helios.checkpoint.capture import apply
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.core import rng
-from helios.core.stored_values import stored_params
+from helios.core.plain_values import stored_params
 from helios.counters import Cursor, TrainingState
 from helios.errors import RunMismatchError
-from helios.model.new_settings import NewSettings
+from helios.model.schedulers import NewSettings
 from helios.replicas.on_all_ranks import on_first
 from helios.run_parts import RunParts
-from helios.start import run_identity, run_log
-from helios.start.best_score import continue_best
-from helios.start.changes import name_params
+from helios.start.changes import (
+    ORDERING,
+    check_skipped,
+    describe_identity,
+    find_cursor,
+    is_extended,
+    name_params,
+    note_fingerprint,
+    note_limits,
+    reconcile,
+)
 from helios.start.data_check import DataCheck
 from helios.text import with_step
 
 if TYPE_CHECKING:
-    from helios.start.training import Training
+    from helios.start.fit import Training
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -118,7 +127,7 @@ def load_checkpoint(training: Training) -> None:
     record = run.detach(loaded.record, is_shown="on_load_checkpoint" in parts.hooks.active)
     state = TrainingState(**record.training_state)
     description = parts.training_source.description
-    cursor = run_identity.find_cursor(record, description, parts.replicas)
+    cursor = find_cursor(record, description, parts.replicas)
     _note_changes(training, record, state=state, cursor=cursor)
     payload = record.to_payload()
     parts.hooks.emit("on_load_checkpoint", payload)
@@ -128,18 +137,30 @@ def load_checkpoint(training: Training) -> None:
     training.pending.begin(parts, seen.rng)
     adopt_settings()
     parts.run.asked.stop_reason = cursor.stop_reason
-    folder = None if origin.is_branch else origin.folder
-    parts.run.best = continue_best(
-        record.best_validations,
-        parts.run.best.rule,
-        after=record.place[1],
-        folder=None if folder is None else folder.path,
-        replicas=run.replicas,
-    )
+    parts.run.best = _continue_best(record, parts.run.best.rule)
     if parts.schedulers is not None:
         parts.schedulers.remember()
     parts.hooks.emit("on_checkpoint_loaded")
     on_first(run.replicas, partial(_compare_machine, training, record))
+
+
+def _continue_best(record: Record, rule: BestRule | None) -> BestSoFar:
+    """Return the best validations before a start; under another rule, those since then count.
+
+    Args:
+        record: the checkpoint.
+        rule: what decides in this start; ``None`` if nothing does.
+    """
+    if rule is None:
+        return BestSoFar()
+    stored = record.best_validations
+    before = BestSoFar() if stored is None else BestSoFar.from_plain(stored)
+    if before.rule is not None and before.rule.is_alike(rule):
+        return BestSoFar(rule, before.validations[: rule.count], before.since)
+    if stored is not None:
+        former = before.rule or "nothing"
+        _LOGGER.info("From here on %s decides which validation is the best, not %s.", rule, former)
+    return BestSoFar(rule, since=record.place[1])
 
 
 def _note_changes(
@@ -152,26 +173,25 @@ def _note_changes(
     """
     run, parts, definition = training.run, training.parts, training.definition
     options, source, changes = run.options, parts.training_source, training.changes
-    if run_identity.is_extended(options, record.options):
+    if is_extended(options, record.options):
         cursor.go_on()
-    identity = run_identity.identity(options, source.description, run.engine)
-    allowed = run_identity.reconcile(
+    identity = describe_identity(options, source.description, run.engine)
+    allowed = reconcile(
         record.options | name_params(stored_params(record.options)),
         identity | name_params(definition.params),
-        options.allow_changes,
+        options,
         state=state,
         cursor=cursor,
     )
     skipped = (record.options.get("skip_batches", ()), options.skip_batches)
-    run_identity.check_skipped(*skipped, source, cursor)
+    check_skipped(*skipped, source, cursor)
     made = definition.changes.report()
     changes += [*allowed, *made]
     parts.run.has_changed |= bool(allowed or made)
-    renamed = run_identity.note_fingerprint(source.description, record.options)
+    renamed = note_fingerprint(source.description, record.options)
     if record.options.get("length") == identity["length"]:
         training.pending.saved_length = record.data.get("length")
-    changes += renamed + run_identity.note_limits(options, record.options)
-    run_log.report_arguments(record.options)
+    changes += renamed + note_limits(options, record.options)
     changes += _note_missing(training, record)
     _check_data(training, record, allowed + renamed)
 
@@ -180,7 +200,7 @@ def _check_data(training: Training, record: Record, changes: list[str]) -> None:
     """Fetch the last batch again, unless the data is known to be another, or is replayed."""
     run, loaded = training.run, training.origin.loaded
     names = {text.partition(":")[0] for text in changes}
-    is_other = bool(names & {*run_identity.ORDERING, "fingerprint"})
+    is_other = bool(names & {*ORDERING, "fingerprint"})
     if run.replay is not None or loaded is None or is_other:
         return
     check = DataCheck(

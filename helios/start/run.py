@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
 import torch
 
@@ -35,7 +35,7 @@ from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentTypeError, Interrupted, UsageError
-from helios.hooks.bus import Bus
+from helios.hooks.bus import Bus, check_state_methods
 from helios.launch.launcher import Launch
 from helios.listeners import RunListener
 from helios.loops.loop import Loop, LoopStates
@@ -47,7 +47,7 @@ from helios.run_parts import RunParts
 from helios.run_state import Place, RunState
 from helios.start.changes import read_fresh
 from helios.start.checkpoint_search import CheckpointChoice, Choice, choose_checkpoint
-from helios.start.hangs import HangWatch, Whereabouts, showing_stacks
+from helios.start.hangs import HangWatch, Whereabouts
 from helios.start.model_setup import (
     build_networks,
     set_train_mode,
@@ -57,9 +57,6 @@ from helios.start.objects import (
     PluginTable,
     Roots,
     check_batch_processor,
-    check_model_state,
-    check_plugins,
-    note_own_log,
     warn_of_unknown_hooks,
 )
 from helios.start.options import Options
@@ -71,7 +68,6 @@ from helios.start.processes import (
     options_that_must_match,
     require_alike,
 )
-from helios.start.replay_range import ReplayRange
 from helios.start.setup_context import SetupContext
 from helios.start.signals import Listener, find_signal_code
 from helios.start.stateful import find_owners
@@ -80,12 +76,16 @@ from helios.state.owners import Owners
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display, create_display
 
+if TYPE_CHECKING:
+    from helios.start.replay import ReplayRange
+
 _LOGGER = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 LOOP_PATH = "fit"
 """The role of the loop over all epochs."""
 
+_OF_MODEL = "Without them all networks, optimizers and schedulers among its attributes are saved."
 _PURPOSES = {
     Phase.TRAINING: "fetch",
     Phase.VALIDATION: "fetch-validation",
@@ -161,9 +161,7 @@ class Run:
         is_as_it_is: whether the model is evaluated as it is in this process, after ``fit``.
         reason_to_load: why it is not, if no checkpoint was asked for; empty for other models.
         replay: the part of a run that is only repeated, once it is found; ``None`` to train.
-        handed: the state of a trained model, for ranks that set it up again.
         is_again: whether this process has finished the run before.
-        torch_seed: what PyTorch was seeded with when the trainer was called.
         queue: receives what spawned ranks send; ``None`` before there were any.
         assigned: the attributes of objects before and after a set-up in the launcher, by id.
         info: the rank of this process.
@@ -206,8 +204,6 @@ class Run:
         self.datamodule = datamodule
         self.passed_through = passed_through
         self.replay: ReplayRange | None = None
-        self.handed: Trained | None = None
-        self.torch_seed = torch.initial_seed()
         self.trained: TrainedModel | None = None
         self.reason_to_load, self.is_as_it_is = "", False
         self.choice = CheckpointChoice()
@@ -274,8 +270,7 @@ class Run:
         self.is_reported = False
         self.listeners: Sequence[RunListener] = ()
         self.describe_rescue: Callable[[], str] = str
-        check_plugins(self.plugins)
-        check_model_state(self.model)
+        check_state_methods(self.model, Model, remedy=_OF_MODEL)
         self.team = Replicas(self.info.world_size, self.info)
         if self.phase is Phase.TRAINING:
             store = self.options.store_for(self.plugins.values())
@@ -389,7 +384,7 @@ class Run:
             timeout=self.options.hang_timeout,
             folder=self.folder if writes else None,
         )
-        with showing_stacks(), self.signals.describing(watch), watch.watching():
+        with self.signals.describing(watch), watch.watching():
             yield
 
     @property
@@ -555,19 +550,22 @@ class Run:
             phase: what it does.
             outside: returns why it is to be interrupted, if the reason came from outside.
         """
+        states = LoopStates(self.loops.fit, LOOP_PATH, carries=False)
+        return self.make_parts(run=RunState(phase=phase), loop_states=states, outside=outside)
+
+    def make_parts(self, **others: Any) -> RunParts:
+        """Return the objects of the run: those of every call, and others."""
         return RunParts(
             model=self.model,
             engine=self.engine,
             hooks=self.hooks,
             display=self.display,
             seed=self.options.seed,
-            run=RunState(phase=phase),
             sources=self.sources,
             plugins=self.plugins,
-            run_folder=self.folder,
-            loop_states=LoopStates(self.loops.fit, LOOP_PATH, carries=False),
+            run_folder=None if self.replay is not None else self.folder,
             owner_states=self.owners,
-            outside=outside,
+            **others,
         )
 
     def _forget_run(self) -> None:
@@ -661,7 +659,6 @@ class Run:
         self.model.discovery.take_baseline()
         if not makes_base and (is_resumed or run.can_save):
             context.check_loads()
-        note_own_log(self.model)
         self.renew_hooks()
 
     def renew_hooks(self) -> None:
@@ -710,6 +707,6 @@ class Run:
 
 _SENT = (
     *("phase", "options", "plugins", "table", "loops", "model", "datamodule", "passed_through"),
-    *("choice", "is_as_it_is", "reason_to_load", "replay", "handed", "torch_seed"),
+    *("choice", "is_as_it_is", "reason_to_load", "replay"),
     "is_again",
 )

@@ -6,14 +6,11 @@ import difflib
 import logging
 import math
 import os
-import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from helios.best import BestValidation
@@ -25,7 +22,6 @@ from helios.counters import Phase, TrainingState
 from helios.data.source import Source
 from helios.data.steps import StepsSource
 from helios.engines.engine import Engine
-from helios.ledger.run_file import without_secret_words
 from helios.listeners import RunListener, Validated
 from helios.model.model import Model, is_own
 from helios.model.schedulers import Schedulers, find_epoch_like
@@ -38,24 +34,6 @@ from helios.text import count_text, number_text, size_text, with_step
 _LOGGER = logging.getLogger(__name__)
 # What a resume does not repeat: it is that of the first start, or named where it differs.
 _ONCE = ("plan", "model", "data")
-
-
-def say_what_does_not_seed(torch_seed: int, seed: int) -> None:
-    """Log that a seed which the script has given to PyTorch is not that of the run.
-
-    Args:
-        torch_seed: what PyTorch was seeded with.
-        seed: the default seed, which the run uses.
-    """
-    # Without a call, and after a run, PyTorch has a seed of 64 random bits.
-    if torch_seed < 1 << 32 and torch_seed != seed:
-        _LOGGER.info(
-            "PyTorch was seeded with %d (torch.manual_seed), which does not seed the training: it "
-            "uses the default seed %d. Pass Trainer(random_seed=%d).",
-            torch_seed,
-            seed,
-            torch_seed,
-        )
 
 
 def show_banner(model: Model, lines: dict[str, Any], *, where: str | None, is_wanted: bool) -> None:
@@ -80,49 +58,7 @@ def show_banner(model: Model, lines: dict[str, Any], *, where: str | None, is_wa
 _MAX_ROWS = 8
 
 
-@dataclass(frozen=True)
-class _Row:
-    """The parameters of one module, each counted where it is found first."""
-
-    name: str
-    kind: str
-    count: int
-    trainable: int
-    num_bytes: int
-    is_lazy: bool
-
-    def cells(self) -> tuple[str, str, str, str, str]:
-        count, size = f"{self.count:,}", size_text(self.num_bytes)
-        if self.is_lazy:
-            return self.name, self.kind, count, size, "lazy: the first batch sets the rest"
-        note = "" if self.trainable else "frozen"
-        if 0 < self.trainable < self.count:
-            note = f"{self.trainable:,} trainable"
-        return self.name, self.kind, count, size, note
-
-
-def describe_signal(*, saves: bool) -> str:
-    """Return what follows a signal."""
-    how = "saves and ends" if saves else "ends, without saving,"
-    return f"the training {how} at the next safe point"
-
-
-def describe_run(
-    model: Model,
-    sources: Mapping[Phase, Sequence[Source]],
-    options: Options,
-    schedule: Schedule,
-    engine: Engine,
-) -> dict[str, str]:
-    """Return lines for the banner, by label: plan, model and data."""
-    return {
-        "plan": _describe_plan(options, schedule, sources, engine),
-        "model": describe_model(model),
-        "data": describe_data(sources),
-    }
-
-
-def _describe_plan(
+def describe_plan(
     options: Options,
     schedule: Schedule,
     sources: Mapping[Phase, Sequence[Source]],
@@ -186,70 +122,47 @@ def describe_model(model: Model) -> str:
     """Return the parameters by module, at most eight rows under a line of totals.
 
     A row is a network, or a part of it if the model has only one. A parameter that several modules
-    share counts once.
+    share counts once; lazy ones have no size yet.
 
     Args:
         model: the model, after its setup.
     """
-    rows = list(_rows(model))
+    seen: dict[int, Tensor] = {}
+    rows: list[tuple[str, str, str]] = []
+    for name, kind, tensors in _parts(model):
+        new = {id(each): each for each in tensors if not is_lazy(each) and id(each) not in seen}
+        seen |= new
+        if new:
+            rows.append((name, kind, f"{_count(new.values()):,}"))
     if not rows:
         return "no parameters"
-    lines = [_totals(rows), *_table(rows[:_MAX_ROWS])]
-    rest = rows[_MAX_ROWS:]
-    if rest:
-        lines.append(f"  {len(rest)} more with {sum(row.count for row in rest):,} parameters")
+    count, trainable = _count(seen.values()), _count(x for x in seen.values() if x.requires_grad)
+    size = size_text(sum(each.numel() * each.element_size() for each in seen.values()))
+    how = f"{trainable:,} trainable" if trainable < count else "all trainable"
+    first, second, third = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [f"{count:,} parameters ({size}), {how}"]
+    for name, kind, number in rows[:_MAX_ROWS]:
+        lines.append(f"  {name:<{first}}  {kind:<{second}}  {number:>{third}}")
+    if len(rows) > _MAX_ROWS:
+        lines.append(f"  and {len(rows) - _MAX_ROWS} more")
     return "\n".join(lines)
 
 
-def _rows(model: Model) -> Iterator[_Row]:
-    seen: set[int] = set()
-    for name, module in _parts(model.discovery.modules()):
-        row = _row(name, class_of(module).__name__, module.parameters(), seen)
-        if row.count or row.is_lazy:
-            yield row
-    loose, _ = model.discovery.moved()
-    for name, tensor in loose.items():
-        row = _row(name, "Parameter", [tensor], seen)
-        if row.count or row.is_lazy:
-            yield row
+def _count(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() for each in tensors)
 
 
-def _parts(networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _parts(model: Model) -> Iterator[tuple[str, str, Iterable[Tensor]]]:
+    """Yield the name, the class and the parameters of each module in the table."""
+    networks = model.discovery.modules()
     for path, network in networks.items():
         if len(networks) == 1:
-            yield from ((f"{path}.{name}", part) for name, part in network.named_children())
+            for name, part in network.named_children():
+                yield f"{path}.{name}", class_of(part).__name__, part.parameters()
         # What its parts do not hold, or all of it.
-        yield path, network
-
-
-def _row(name: str, kind: str, parameters: Iterable[Tensor], seen: set[int]) -> _Row:
-    new = [each for each in parameters if id(each) not in seen]
-    seen.update(map(id, new))
-    known = [each for each in new if not is_lazy(each)]
-    return _Row(
-        name,
-        kind,
-        count=sum(each.numel() for each in known),
-        trainable=sum(each.numel() for each in known if each.requires_grad),
-        num_bytes=sum(each.numel() * each.element_size() for each in known),
-        is_lazy=len(known) < len(new),
-    )
-
-
-def _totals(rows: Sequence[_Row]) -> str:
-    count, trainable = sum(row.count for row in rows), sum(row.trainable for row in rows)
-    size = size_text(sum(row.num_bytes for row in rows))
-    how = f"{trainable:,} trainable" if trainable < count else "all trainable"
-    text = f"{count:,} parameters ({size}), {how}"
-    return f"{text}, without lazy ones" if any(row.is_lazy for row in rows) else text
-
-
-def _table(rows: Sequence[_Row]) -> Iterator[str]:
-    table = [row.cells() for row in rows]
-    first, second, third, fourth, _ = (max(map(len, column)) for column in zip(*table, strict=True))
-    for name, kind, count, size, note in table:
-        line = f"  {name:<{first}}  {kind:<{second}}  {count:>{third}}  {size:>{fourth}}  {note}"
-        yield line.rstrip()
+        yield path, class_of(network).__name__, network.parameters()
+    for name, tensor in model.discovery.moved()[0].items():
+        yield name, "Parameter", [tensor]
 
 
 def describe_data(sources: Mapping[Phase, Sequence[Source]]) -> str:
@@ -299,23 +212,6 @@ def say_how_schedulers_step(model: Model, schedulers: Schedulers, schedule: Sche
         intervals = {**own, **dict.fromkeys(found, "epoch")}
         remedy = f" For epochs, set Model.scheduler_interval = {intervals}." if found else ""
     _LOGGER.info("Schedulers step, unless train_step does it: %s.%s", steps, remedy)
-
-
-KEY = "command"
-"""The entry of the options of a checkpoint that holds the arguments of the command line."""
-
-
-def read_arguments() -> list[str]:
-    """Return the arguments of the command line, without secrets."""
-    return without_secret_words(sys.argv[1:])
-
-
-def report_arguments(stored: Mapping[str, Any]) -> None:
-    """Log whether the arguments of the command line are others than those of the checkpoint."""
-    before, now = stored.get(KEY), read_arguments()
-    if before is not None and before != now:
-        shown = " -> ".join(shlex.join(words) or "none" for words in (before, now))
-        _LOGGER.info("The command line has changed since the checkpoint: %s.", shown)
 
 
 _STEP = "valid_step"
@@ -492,19 +388,13 @@ def describe_progress(
 
 
 def _find_again(root: Path | None, stored: str | None) -> Path | None:
-    # A run folder that was moved or copied is under the given root; look there first.
-    if stored is None:
-        return None
-    name = PureWindowsPath(stored).name if _is_of_windows(stored) else Path(stored).name
-    moved = None if root is None else root / name
+    """Return a file of a run, which may have been moved or copied to the given root."""
+    # A migrated run may come from another system, where its files still are.
+    windows = PureWindowsPath(stored or "")
+    moved = None if stored is None or root is None else root / windows.name
     if moved is not None and moved.exists():
         return moved
-    return None if _is_of_windows(stored) else Path(stored)
-
-
-def _is_of_windows(stored: str) -> bool:
-    # A migrated run may come from another system, where its files still are.
-    return os.name != "nt" and bool(PureWindowsPath(stored).drive)
+    return None if stored is None or (os.name != "nt" and windows.drive) else Path(stored)
 
 
 def open_logs(options: Options, name: str, record: Record | None, *, is_training: bool) -> None:
@@ -539,17 +429,6 @@ def cut_logs() -> None:
     writer = log.get_tensorboard_writer()
     if writer is not None:
         writer.cut_back()
-
-
-def log_hparams(values: Mapping[str, Any]) -> None:
-    """Write what the run is declared with, and what ``setup`` has made, for TensorBoard."""
-    writer = log.get_tensorboard_writer()
-    if writer is not None and values:
-        plain: dict[str, bool | str | float | int | None] = {
-            name: value if isinstance(value, bool | int | float | str) else str(value)
-            for name, value in values.items()
-        }
-        writer.add_hparams(plain, {})
 
 
 def log_places() -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -14,15 +15,15 @@ from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import PendingCheckpoint
 from helios.core.loss_means import as_numbers
+from helios.core.utils import Clock
 from helios.counters import Phase
 from helios.listeners import RunListener
 from helios.plugins.averaging import WeightAverage
-from helios.protocols import Clock
 from helios.run_state import RunState
+from helios.start.changes import is_shortened
 from helios.start.level import Reproducibility, find_compiled
 from helios.start.origin import Origin
 from helios.start.run import Run
-from helios.start.run_identity import is_shortened
 from helios.start.run_log import log_places
 
 _LOGGER = logging.getLogger(__name__)
@@ -53,18 +54,20 @@ class SaveTimer(RunListener):
         self.opened()
         return {}
 
-    def check(self) -> None:
-        """Request a save at the next safe point, if it is time."""
+    def ask(self, before: Callable[[], str]) -> str:
+        """Request a save at the next safe point, if it is time; returns what ``before`` does."""
         if self._clock() >= self._next:
             self.opened()
             self._run.asked.is_checkpoint_wanted = True
+        return before()
 
 
 @final
+@dataclass
 class Saves:
     """Completes the checkpoints of one training, which its writer saves.
 
-    Args:
+    Attributes:
         run: the call; its model appends to checkpoint names and holds the metrics.
         origin: where the training starts.
         options: what the checkpoints hold of the definition of the run.
@@ -72,56 +75,44 @@ class Saves:
         level: the level of reproducibility that the run reaches.
         machine: versions, devices and settings that bits of arithmetic depend on.
         listeners: what listens to the run.
-
-    Attributes:
         writer: writes the checkpoints; nothing without a folder.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        origin: Origin,
-        *,
-        options: dict[str, Any],
-        changes: list[str],
-        level: Reproducibility,
-        machine: dict[str, str],
-        listeners: Sequence[RunListener],
-    ) -> None:
-        self._run = run
-        self._origin = origin
-        self._options = options
-        self._changes = changes
-        self._level = level
-        self._machine = machine
-        self._listeners = listeners
-        self._replicas = run.replicas
-        self._model = run.model
-        record = origin.record
-        self._is_shortened = record is not None and is_shortened(run.options, record.options)
+    run: Run
+    origin: Origin
+    options: dict[str, Any]
+    changes: list[str]
+    level: Reproducibility
+    machine: dict[str, str]
+    listeners: Sequence[RunListener]
+    writer: CheckpointWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        record = self.origin.record
+        self._is_shorter = record is not None and is_shortened(self.run.options, record.options)
         self.writer = self._make_writer()
-        run.settings.callback(self.writer.close)
+        self.run.settings.callback(self.writer.close)
 
     def _make_writer(self) -> CheckpointWriter:
-        folder, loaded = self._origin.folder, self._origin.loaded
+        folder, loaded = self.origin.folder, self.origin.loaded
         newest = None if loaded is None else loaded.path
         if folder is None:
             # A replay emits the events of its saves, and writes nothing.
             return CheckpointWriter(newest, None if loaded is None else loaded.record.place)
-        self._model.discovery.limit = folder.options.max_plain_bytes
-        make = PlainWriter if self._replicas.share is None else ShardedWriter
+        self.run.model.discovery.limit = folder.options.max_plain_bytes
+        make = PlainWriter if self.run.replicas.share is None else ShardedWriter
         return make(
             folder,
             self._describe,
-            replicas=self._replicas,
-            pins=self._run.engine.device.type == "cuda",
-            listeners=self._listeners,
+            replicas=self.run.replicas,
+            pins=self.run.engine.device.type == "cuda",
+            listeners=self.listeners,
             newest=newest,
         )
 
     def _describe(self, payload: dict[str, Any]) -> PendingCheckpoint:
         """Complete what hooks have left of a payload, and say how it is written; on rank 0."""
-        folder, lock = self._origin.folder, self._origin.lock
+        folder, lock = self.origin.folder, self.origin.lock
         assert folder is not None
         if not folder.path.is_dir():
             _LOGGER.warning(
@@ -133,36 +124,36 @@ class Saves:
             # Its file may have been deleted, or the lock lost.
             lock.acquire()
         stamp = {
-            "options": self._options,
-            "machine": self._machine,
-            "resumed_from": self._origin.path,
+            "options": self.options,
+            "machine": self.machine,
+            "resumed_from": self.origin.path,
             "ledger": None,
         }
-        for listener in self._listeners:
+        for listener in self.listeners:
             stamp |= listener.saving()
         record = Record.from_payload(payload | stamp | log_places())
-        stem = file_names.stem(self._run.name, *record.place)
-        stem = file_names.apply_metadata(stem, self._model.append_metadata_to_chkpt_name(stem))
-        level = self._level.level_after(record, is_compiled=bool(find_compiled(self._model)))
+        stem = file_names.stem(self.run.name, *record.place)
+        stem = file_names.apply_metadata(stem, self.run.model.append_metadata_to_chkpt_name(stem))
+        level = self.level.level_after(record, is_compiled=bool(find_compiled(self.run.model)))
         sidecar = Sidecar.of(
             record,
-            run_name=self._run.name,
+            run_name=self.run.name,
             level=level,
             # Scores of an earlier validation do not belong to these weights.
-            metrics=as_numbers(self._model.metrics) if record.has_validated else {},
+            metrics=as_numbers(self.run.model.metrics) if record.has_validated else {},
             averages=self._scored_averages if record.has_validated else [],
-            changes=self._changes,
-            is_by_epoch=self._run.options.limits.is_by_epoch,
+            changes=self.changes,
+            is_by_epoch=self.run.options.limits.is_by_epoch,
         )
-        path = folder.path_of(stem, is_sharded=self._replicas.share is not None)
-        types = self._model.types_for_safe_load()
+        path = folder.path_of(stem, is_sharded=self.run.replicas.share is not None)
+        types = self.run.model.types_for_safe_load()
         return PendingCheckpoint(path, record.to_payload(), sidecar, types)
 
     @property
     def _scored_averages(self) -> list[str]:
         return [
             plugin.plug_id
-            for plugin in self._run.plugins.values()
+            for plugin in self.run.plugins.values()
             if isinstance(plugin, WeightAverage) and plugin.is_swapped_in(Phase.VALIDATION)
         ]
 
@@ -176,9 +167,9 @@ class Saves:
         Raises:
             SaveError: in all processes, if the disk refused the last checkpoint.
         """
-        folder = self._origin.folder
+        folder = self.origin.folder
         # A run that only loads has trained beside the checkpoint, which is not the end of its run.
-        if folder is None or not self._run.options.can_save:
+        if folder is None or not self.run.options.can_save:
             return
 
         def conclude(newest: Path | None) -> None:
@@ -199,7 +190,7 @@ class Saves:
 
     def _write_last_lines(self) -> None:
         try:
-            for listener in self._listeners:
+            for listener in self.listeners:
                 listener.before_commit()
         except OSError as error:
             _LOGGER.error(
@@ -213,5 +204,5 @@ class Saves:
 
         The checkpoint belongs to that run, and is not its end.
         """
-        loaded = self._origin.loaded
-        return self._is_shortened and loaded is not None and loaded.path == newest
+        loaded = self.origin.loaded
+        return self._is_shorter and loaded is not None and loaded.path == newest

@@ -39,10 +39,6 @@ _REFUSED = (
 _PLACE_SECONDS = 1.0
 
 
-def _fail(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
-    return ArgumentError(f"Signals({name}=...) must be {rule}, got {value!r}. {remedy}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Signals:
     """Signals on which a run saves and ends: ``Trainer(signals=Signals(...))``.
@@ -62,8 +58,8 @@ class Signals:
             time limit, and leaves evaluations to Python. Your script must then end itself.
 
     Raises:
-        ArgumentError: for something that is not a signal, is named twice or cannot be handled, for
-            a grace that is not a positive number, and for another ``on_interrupt``.
+        ArgumentError: for something that is not a signal or cannot be handled, for a grace that is
+            not a positive number, and for another ``on_interrupt``.
     """
 
     numbers: tuple[int, ...] = _DEFAULTS
@@ -71,29 +67,29 @@ class Signals:
     on_interrupt: Literal["raise", "return"] = "raise"
 
     def __post_init__(self) -> None:
-        known = ", ".join(number.name for number in signal.Signals)
-        if not isinstance(self.numbers, list | tuple):
-            rule = "a tuple of signals"
-            raise _fail("numbers", rule, self.numbers, "Pass e.g. (signal.SIGTERM,).")
-        for number in self.numbers:
-            is_known = isinstance(number, int) and not isinstance(number, bool)
-            if not is_known or number not in signal.valid_signals():
-                remedy = f"This system has {known}."
-                raise _fail("numbers", "signals of this system", number, remedy)
-            if signal_name(number) in _REFUSED:
-                rule = "signals that a training can delay"
-                raise _fail("numbers", rule, signal_name(number), "Omit it.")
-        if len(set(self.numbers)) < len(self.numbers):
-            names = ", ".join(map(signal_name, self.numbers))
-            raise _fail("numbers", "different signals", names, "Name each of them once.")
-        object.__setattr__(self, "numbers", tuple(self.numbers))
+        if not isinstance(self.numbers, list | tuple) or not all(map(_can_delay, self.numbers)):
+            raise ArgumentError(
+                "Signals(numbers=...) must be a tuple of signals that a process can delay, got "
+                f"{self.numbers!r}. Pass e.g. (signal.SIGTERM, signal.SIGUSR1)."
+            )
+        object.__setattr__(self, "numbers", tuple(dict.fromkeys(self.numbers)))
         is_number = isinstance(self.grace, int | float) and not isinstance(self.grace, bool)
         if not is_number or not self.grace > 0:
-            remedy = "Pass seconds, or float('inf') for no limit."
-            raise _fail("grace", "a positive number of seconds", self.grace, remedy)
+            raise ArgumentError(
+                f"Signals(grace=...) must be a positive number of seconds, got {self.grace!r}. "
+                "Pass float('inf') for no limit."
+            )
         if self.on_interrupt not in ("raise", "return"):
-            rule = '"raise" or "return"'
-            raise _fail("on_interrupt", rule, self.on_interrupt, 'Omit it for "raise".')
+            raise ArgumentError(
+                'Signals(on_interrupt=...) must be "raise" or "return", got '
+                f'{self.on_interrupt!r}. Omit it for "raise".'
+            )
+
+
+def _can_delay(number: object) -> bool:
+    if not isinstance(number, int) or number not in signal.valid_signals():
+        return False
+    return signal_name(number) not in _REFUSED
 
 
 class Listener:

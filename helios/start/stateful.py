@@ -11,20 +11,17 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from helios.core.utils import unsaved_of
+from helios.core.utils import Stateful, unsaved_of
 from helios.data.datamodule import DataModule
-from helios.data.keyed import data_sets_of
-from helios.data.loader import KeyedLoader
-from helios.data.replayed_sampler import ReplayedOrder
+from helios.data.loader import KeyedLoader, data_sets_of
+from helios.data.order import ReplayedOrder
 from helios.data.source import ByOwnState, Source
 from helios.engines.engine import Engine
 from helios.hooks.events import CHANNELS
 from helios.loops.loop import Loop
 from helios.model.model import Model
-from helios.plugins.channels import PipelineHooks
-from helios.plugins.contexts import keeps_state
+from helios.plugins.channels import PipelineHooks, keeps_state
 from helios.plugins.plugin import Plugin
-from helios.protocols import Stateful
 from helios.state.owners import Owner, Owners
 from helios.state.values import generators_in
 from helios.storage.plain_objects import attributes_of

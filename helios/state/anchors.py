@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helios.core.generators import is_generator
+from helios.core.utils import Stateful
 from helios.core.wrappers import unwrap
-from helios.protocols import Stateful
 from helios.state.networks import Network, is_odd_optimizer, is_of_the_house, left_out
 from helios.state.values import LEAVES, are_atoms, refer_to
 from helios.storage.plain_objects import attributes_of

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-import helios.core.rng as rng  # "from helios.core" would import this module again
+from helios.core import rng
 from helios.distributed.collectives import get_global_rank
 from helios.errors import UsageError
 from helios.storage import files

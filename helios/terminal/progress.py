@@ -9,20 +9,22 @@ from __future__ import annotations
 import datetime
 import logging
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from torch.optim import Optimizer
+from tqdm.auto import tqdm
+from tqdm.notebook import tqdm_notebook
 
 from helios.core.loss_means import Viewer
-from helios.core.utils import find_peak_memory, peak_text, read_rates
+from helios.core.utils import Clock, peak_memory_text, read_rates
 from helios.distributed.collectives import get_global_rank
 from helios.listeners import Iteration, IterationListener
-from helios.protocols import Clock
 from helios.schedule import Schedule
-from helios.terminal.root_logger import log_to_file
-from helios.terminal.screen import Bars
+from helios.terminal.root_logger import Bar, log_to_file
 from helios.text import number_text, rate_text
 
 _LOGGER = logging.getLogger(__name__)
@@ -128,7 +130,7 @@ class ProgressDisplay(Display):
         elif now >= self._next_line:
             self._write_line(losses.pop_means(Viewer.LINE))
         if now >= self._next_text:
-            texts = [*_describe(losses.pop_means(Viewer.BAR)), peak_text(find_peak_memory())]
+            texts = [*_describe(losses.pop_means(Viewer.BAR)), peak_memory_text()]
             self._bars.describe("steps", ", ".join(filter(None, texts)))
             self._next_text = now + _TEXT_SECONDS
 
@@ -215,6 +217,61 @@ class ProgressDisplay(Display):
     def _open(self) -> Bars:
         self._bars = self._bars or Bars(is_wanted=self._has_bars, stream=self._stream)
         return self._bars
+
+
+class Bars:
+    """Progress bars of tqdm by label, from :meth:`open` on; nothing is drawn without a terminal.
+
+    Args:
+        stream: where they are drawn and log lines are written; ``sys.stderr`` if ``None``.
+    """
+
+    def __init__(self, *, is_wanted: bool, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._bars: dict[str, Any] = {}
+        has_widgets = stream is None and issubclass(tqdm, tqdm_notebook)
+        self.is_drawn = is_wanted and (has_widgets or _is_terminal(stream or sys.stderr))
+
+    def open(self, label: str, total: int | None, *, done: int = 0, stays: bool = False) -> None:
+        """Show a bar; one of the same label is removed before."""
+        self.close(label)
+        if self.is_drawn:
+            self._bars[label] = Bar(
+                desc=label,
+                total=total,
+                initial=done,
+                file=self._stream,
+                leave=stays,
+                dynamic_ncols=True,
+                unit="",
+            )
+
+    def advance(self, label: str) -> None:
+        """Count one; does nothing if there is no such bar."""
+        if label in self._bars:
+            self._bars[label].update()
+
+    def describe(self, label: str, text: str) -> None:
+        """Show a text behind a bar; does nothing if there is no such bar."""
+        if label in self._bars:
+            self._bars[label].set_postfix_str(text)
+
+    def close(self, label: str | None = None) -> None:
+        """Remove a bar, or all of them; bars that stay are left on the screen."""
+        # The lowest bar first: closing one moves those below it up.
+        for name in [name for name in reversed(self._bars) if label in (None, name)]:
+            self._bars.pop(name).close()
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """Whether a stream is a terminal with room for bars; some terminals report 0 columns."""
+    try:
+        return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:
+        return True
+    except (AttributeError, ValueError):
+        # A service may have no stderr, or a closed one, and an object in its place no isatty.
+        return False
 
 
 def _describe(means: Mapping[str, float]) -> list[str]:

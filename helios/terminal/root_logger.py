@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import sys
+import threading
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -18,11 +20,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from helios.core.logger_settings import OWN, OWN_HANDLER, WARNINGS, find_listeners
 from helios.distributed.collectives import describe_rank, get_global_rank
 from helios.errors import UsageError
 from helios.storage.tensorboard_writer import TensorboardWriter
-from helios.terminal.screen import write_line
 
 _LOGGER = logging.getLogger(__name__)
 _FORMAT = "%(asctime)s - %(levelname)s - {place}%(message)s"
@@ -30,6 +33,16 @@ _FORMAT = "%(asctime)s - %(levelname)s - {place}%(message)s"
 
 RAISED: Mapping[str, bool] = {"is_raised": True}
 """Argument ``extra`` for an error that will be raised: the screen does not show its traceback."""
+
+
+class Bar(tqdm):  # type: ignore[type-arg]
+    """A progress bar, above which the log writes its lines."""
+
+    monitor_interval = 0  # no monitor thread that redraws
+
+
+# Not tqdm's own lock, which a killed child process may hold for ever.
+Bar.set_lock(threading.RLock())
 
 
 class _ScreenHandler(logging.Handler):
@@ -41,7 +54,8 @@ class _ScreenHandler(logging.Handler):
             record = copy.copy(record)
             record.exc_info = record.exc_text = None
         try:
-            write_line(self.format(record))
+            Bar.write(self.format(record), file=sys.stderr)
+            sys.stderr.flush()
         except Exception:
             # Python reports it on stderr, which may be closed: then nobody can be told.
             with suppress(ValueError):

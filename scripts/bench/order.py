@@ -34,7 +34,7 @@ from typing import NamedTuple
 from torch.utils.data import BatchSampler, RandomSampler
 
 from helios.data import Mixture
-from helios.data.keyed import KeyedBatchSampler
+from helios.data.loader import KeyedBatchSampler
 from helios.data.mixture import MixtureSampler
 from helios.data.order import Position, PositionalOrder
 from helios.data.samplers import ResumableRandomSampler

@@ -95,6 +95,15 @@ class Timed(Model):
             self.end = self._clock()
 
 
+class Logging(Timed):
+    """A model that logs its loss in each step."""
+
+    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
+        loss = super().train_step(batch, state)
+        self.log("error", loss)
+        return loss
+
+
 def run_plain(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
     """Return the microseconds per iteration of a plain loop."""
     network = torch.nn.Linear(WIDTH, WIDTH)
@@ -113,10 +122,15 @@ def run_plain(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> 
 
 
 def run_helios(
-    data: torch.utils.data.Dataset[Any], batch_size: int, last: int, clock: Clock, **options: Any
+    data: torch.utils.data.Dataset[Any],
+    batch_size: int,
+    last: int,
+    clock: Clock,
+    kind: type[Timed] = Timed,
+    **options: Any,
 ) -> float:
     """Return the microseconds per iteration of the same training by Helios."""
-    model = Timed(last, clock)
+    model = kind(last, clock)
     trainer = Trainer(
         train_unit="iteration", total_steps=last, use_cpu=True, print_banner=False, **options
     )
@@ -247,6 +261,11 @@ def run_on_own_data(data: TensorDataset, batch_size: int, last: int, clock: Cloc
     return run_helios(Pairs(data), batch_size, last, clock)
 
 
+def run_with_log(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
+    """Return the same with one ``self.log`` in each step."""
+    return run_helios(data, batch_size, last, clock, Logging)
+
+
 def run_without_keys(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
     """Return the same with the keyed randomness switched off."""
     with without_keys():
@@ -333,6 +352,7 @@ MODES: dict[str, Mode] = {
     "Helios without keyed randomness": run_without_keys,
     "Helios": run_helios,
     "Helios, a data set of the user's own": run_on_own_data,
+    "Helios, one self.log": run_with_log,
     "Helios, 1 plugin that hears it": run_with_plugins(Counting, 1),
     "Helios, 10 plugins that hear it": run_with_plugins(Counting, 10),
     "Helios, 10 plugins that do not": run_with_plugins(Deaf, 10),

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    WeightedRandomSampler,
 )
 
 from helios.data import DataLoaderParams, DataModule, Steps
-from helios.data.params import LoaderOptions
 from helios.data.phase_sources import open_source, open_sources
 from helios.data.samplers import (
     ResumableRandomSampler,
@@ -78,35 +71,11 @@ def test_data_is_shared_unless_its_options_say_otherwise(is_distributed: bool | 
             assert first.tolist() == [0 if is_distributed is False and pads else 1]
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda pair: [pair, None], "validation data set 1 of Numbers must be created by"),
-        (lambda pair: {"a": Indices(3)}, "validation data set 'a' of Numbers must be created by"),
-    ],
-)
-def test_what_is_wrong_among_several_is_named(make: Any, words: str) -> None:
+def test_an_empty_list_of_loaders_is_refused() -> None:
     module = Numbers(DataLoaderParams())
     module.setup()
-    module._valid_dataset = make(module._valid_dataset)
-    with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
-        module.valid_dataloader()
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        ([], "list of loaders of validation must contain at least one"),
-        (["a/b"], "names of loaders of validation must be non-empty strings"),
-        ([1], "names of loaders of validation must be non-empty strings"),
-    ],
-)
-def test_several_loaders_have_good_names(names: list[Any], words: str) -> None:
-    module = Numbers(DataLoaderParams())
-    module.setup()
-    pairs = dict.fromkeys(names, module._valid_dataset)
-    module._valid_dataset = pairs
-    with pytest.raises(ArgumentError, match=words):
+    module._valid_dataset = []
+    with pytest.raises(ArgumentError, match="validation must have at least one loader"):
         open_sources(module.valid_dataloader(), label="validation", run_seed=0, purpose="valid")
 
 
@@ -148,11 +117,6 @@ def test_options_are_keywords_or_params_and_the_attribute_reads_as_the_data_set(
     assert found == batches_of(getattr(with_object, f"{split}_dataloader")())
     if split == "train":
         assert found == batches_of(with_params.train_dataloader())
-
-
-def test_the_keywords_are_the_attributes_of_the_options() -> None:
-    fields = {field.name for field in dataclasses.fields(DataLoaderParams)}
-    assert set(LoaderOptions.__annotations__) == fields
 
 
 def test_of_given_data_sets_the_training_data_alone_is_shuffled() -> None:
@@ -205,26 +169,16 @@ def test_given_data_may_be_steps_a_stream_several_by_name_and_have_a_sampler() -
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda make: make(Indices(3), batchsize=2, shufle=True), "mean batch_size, shuffle?"),
-        (lambda make: make(Indices(3), num_worker=2), "got num_worker. Did you mean num_workers?"),
-        (lambda make: make(Indices(3), DataLoaderParams(), batch_size=2), "got both. Put batch_s"),
-        (lambda make: make(Indices(3), 4), r"params=...) must be a DataLoaderParams or a dict"),
+        (lambda make: make(Indices(3), num_worker=2), "unexpected keyword argument 'num_worker'"),
         (lambda make: make(Indices(3), batch_size=0), "(batch_size=...) must be an int of at le"),
-        (lambda make: DataModule.from_datasets(), "must get at least one data set, got none"),
         (
             lambda make: DataModule.from_datasets(train=Indices(3), val=Indices(3)),
-            "got val. Did you mean valid?",
-        ),
-        (
-            lambda make: DataModule.from_datasets(valid=Indices(3), shuffle=True),
-            "from_datasets(shuffle=...) is for the training data, got no train=... Leave it out.",
+            "unexpected keyword argument 'val'",
         ),
     ],
 )
-def test_a_wrong_option_is_an_error_that_names_the_right_one(
-    act: Callable[[Any], Any], message: str
-) -> None:
-    with pytest.raises((ArgumentError, ArgumentTypeError), match=re.escape(message)):
+def test_a_wrong_option_is_an_error(act: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises((ArgumentError, TypeError), match=re.escape(message)):
         act(Short(lambda module: None).create_dataset)
 
 
@@ -233,78 +187,6 @@ def test_what_is_no_data_set_with_options_is_an_error_where_it_is_assigned() -> 
         Short(lambda module: Indices(3)).setup()
 
 
-def add_up(samples: list[int]) -> Any:
-    return torch.tensor([sum(samples)])
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        DataLoader(Indices(10), batch_size=4),
-        DataLoader(Indices(10), batch_size=4, drop_last=True, collate_fn=add_up),
-        DataLoader(Indices(10), batch_size=None),
-        DataLoader(Indices(10), batch_size=3, num_workers=1, prefetch_factor=3),
-        DataLoader(Numbered(), batch_size=2),
-    ],
-    ids=["batches", "collated", "single", "workers", "stream"],
-)
-def test_a_plain_loader_is_taken_apart_to_the_same_batches(loader: DataLoader[Any]) -> None:
-    module = Short(lambda module: loader)
-    module.setup()
-    for found in (module, DataModule.from_datasets(train=loader, valid=loader, batch_size=7)):
-        assert found.train_dataset is loader.dataset
-        assert batches_of(found.train_dataloader()) == as_lists(list(loader))
-        mine, _ = found.train_dataloader()
-        assert mine.num_workers == loader.num_workers
-        assert mine.prefetch_factor == loader.prefetch_factor
-
-
-def test_a_plain_loader_that_shuffles_is_shuffled_in_an_order_that_resumes() -> None:
-    module = Short(lambda module: DataLoader(Indices(10), batch_size=5, shuffle=True))
-    module.setup()
-    _, sampler = module.train_dataloader()
-    assert isinstance(sampler, ResumableRandomSampler)
-    loaders = module.valid_dataloader()
-    assert sorted(join(batches_of(loaders))) == list(range(10))
-
-
-DATA = Indices(4)
-
-
-@pytest.mark.parametrize(
-    ("loader", "obstacle", "replacement"),
-    [
-        (
-            DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 4, 4), batch_size=2),
-            "a WeightedRandomSampler of its own",
-            "(dataset, batch_size=2, shuffle=...)",
-        ),
-        (
-            DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True), drop_last=True),
-            "a RandomSampler of its own",
-            "(dataset, batch_size=1, shuffle=..., drop_last=True)",
-        ),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=2)), "a RandomSampler", ""),
-        (DataLoader(DATA, sampler=RandomSampler(Indices(3))), "a RandomSampler", ""),
-        (DataLoader(DATA, sampler=SequentialSampler(Indices(3))), "a SequentialSampler", ""),
-        (
-            DataLoader(DATA, shuffle=True, generator=torch.Generator(), collate_fn=add_up),
-            "a generator of its own",
-            "shuffle=..., collate_fn=loader.collate_fn)",
-        ),
-        (
-            DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 2, False)),
-            "a batch_sampler of its own, a BatchSampler",
-            "(dataset, batch_sampler=loader.batch_sampler)",
-        ),
-        (DataLoader(DATA, num_workers=2, in_order=False), "in_order=False", "num_workers=2)"),
-        (type("Own", (DataLoader,), {})(DATA), "the class Own", ""),
-    ],
-)
-def test_a_loader_that_no_options_stand_for_is_an_error_that_writes_the_replacement(
-    loader: DataLoader[Any], obstacle: str, replacement: str
-) -> None:
-    with pytest.raises(ArgumentTypeError, match=re.escape(f"with {obstacle}")) as caught:
-        DataModule.from_datasets(train=loader)
-    assert "Write self.train_dataset = self.create_dataset(dataset, " in str(caught.value)
-    assert replacement in str(caught.value)
+def test_a_loader_is_no_data_set() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"train_dataset must be created by self\.create"):
+        DataModule.from_datasets(train=DataLoader(Indices(4)))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from helios.core import rng
 from helios.data import create_dataloader
 from helios.data.order import Position
-from tests.data.datasets import Augmented, Indices
+from tests.data.datasets import Indices
 
 
 def test_the_key_depends_on_everything_that_names_a_batch() -> None:
@@ -16,10 +14,9 @@ def test_the_key_depends_on_everything_that_names_a_batch() -> None:
         Position(run_seed=1),
         Position(epoch=1),
         Position(purpose="fetch-validation"),
-        Position(repeat=1),
     ]
     keys = {place.fetch_keys().at(batch) for place in places for batch in (0, 1)}
-    assert len(keys) == 10
+    assert len(keys) == 8
     assert Position(run_seed=7, epoch=3).fetch_keys().at(2) == rng.key(7, "fetch", 3, 2, 0)
 
 
@@ -31,18 +28,3 @@ def test_by_hand_a_loader_begins_where_its_sampler_says() -> None:
     sampler.start_iter = 2
     assert [batch.tolist() for batch in loader] == full[2:]
     assert [batch.tolist() for batch in loader] == full[2:]
-
-
-def test_by_hand_augmentation_follows_the_epoch_and_never_repeats() -> None:
-    def augment(epoch: int | None, start: int = 0) -> torch.Tensor:
-        if epoch is not None:
-            sampler.set_epoch(epoch)
-        sampler.start_iter = start
-        return torch.cat(list(loader))[:, 1:]
-
-    loader, sampler = create_dataloader(Augmented(6), batch_size=2)
-    first, second, again = augment(0), augment(1), augment(1)
-    assert not torch.equal(first, second)
-    assert not torch.equal(second, again)
-    loader, sampler = create_dataloader(Augmented(6), batch_size=2)
-    assert torch.equal(augment(1, start=1), second[2:])

@@ -172,9 +172,9 @@ def test_workers_change_nothing() -> None:
     ("sources", "rule"),
     [
         ({}, "at least one entry"),
-        ({"a": (range(3), 0)}, "a positive, finite weight"),
-        ({"a": (range(3), math.inf)}, "a positive, finite weight"),
-        ({"a": (iter([1]), 1)}, "A stream cannot be mixed"),
+        ({"a": (range(3), 0)}, "a positive weight"),
+        ({"a": (range(3), math.inf)}, "a positive weight"),
+        ({"a": (iter([1]), 1)}, "which a stream has not"),
         ({"a": range(3)}, "must be name: "),
     ],
 )

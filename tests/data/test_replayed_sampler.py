@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
-from helios.data.order import Position
-from helios.data.replayed_sampler import OwnGenerators, ReplayedOrder, find_generators
+from helios.data.order import OwnGenerators, Position, ReplayedOrder, find_generators
 from helios.data.samplers import ResumableSampler
 from helios.storage import codec
 

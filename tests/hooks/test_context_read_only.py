@@ -113,11 +113,6 @@ WAYS: dict[str, tuple[str, Callable[..., Any], Callable[[Any], bool]]] = {
         lambda context, state: context.log({"number": 3}),
         lambda parts: SHOWN == [{"number": 3.0}] * 2,
     ),
-    "say that scores are summed": (
-        "on_training_batch_start",
-        lambda context, state: context.declare_summed({"error": 1.0}),
-        lambda parts: parts.run.summed_scores == {"error": 1.0},
-    ),
     "change weights, buffers, optimizers and schedulers": (
         "on_training_batch_end",
         _add_to_weights,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -61,14 +60,6 @@ def test_a_loop_whose_method_takes_something_else_is_refused_at_the_start(
     assert str(caught.value).startswith(f"Own{base.__name__}.{name} must take {wanted}, but takes")
 
 
-@pytest.mark.shows("K45")
-@pytest.mark.parametrize(("base", "name"), [(BatchLoop, "unsaved"), (Engine, "unsaved")])
-def test_a_method_in_the_place_of_an_attribute_is_refused(base: Any, name: str) -> None:
-    owner = make(base, **{name: nothing})
-    with pytest.raises(ArgumentTypeError, match=rf"\.{name} must be an attribute, got a method"):
-        start(engine=owner("cpu")) if base is Engine else start(owner())
-
-
 @pytest.mark.shows("L47")
 @pytest.mark.parametrize(
     ("name", "method", "wanted"),
@@ -82,25 +73,6 @@ def test_an_engine_whose_method_takes_something_else_is_refused_at_the_start(
     with pytest.raises(ArgumentTypeError) as caught:
         make_parts(Stepper(), engine=make(Engine, **{name: method})("cpu"))
     assert str(caught.value).startswith(f"OwnEngine.{name} must take {wanted}, but takes")
-
-
-@pytest.mark.shows("L47")
-@pytest.mark.parametrize(
-    ("base", "name", "meant"),
-    [
-        (OptimizerLoop, "lossess", "losses"),
-        (Engine, "clip_gradient", "clip_gradients"),
-    ],
-)
-def test_a_name_that_is_almost_one_of_ours_is_named(
-    base: Any, name: str, meant: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    owner = make(base, **{name: with_batch, "_losse": nothing, "helper": nothing})
-    with caplog.at_level(logging.WARNING):
-        start(engine=owner("cpu")) if base is Engine else start(owner())
-    (text,) = [record.getMessage() for record in caplog.records]
-    assert text.startswith(f"Own{base.__name__}.{name} is never called by Helios; did you mean ")
-    assert f"mean {meant}?" in text
 
 
 class Mapping(Plugin):

@@ -19,8 +19,7 @@ from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS
 from helios.model.processor import BatchProcessor
 from helios.plugins import Plugin
-from helios.plugins.channels import PipelineHooks
-from helios.plugins.contexts import HookContext
+from helios.plugins.channels import HookContext, PipelineHooks
 from helios.state import Phase
 from tests.support.models import OneLayer, forward
 from tests.support.quiet import Quiet

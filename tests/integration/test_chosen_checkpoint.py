@@ -150,10 +150,3 @@ def test_a_choice_that_means_nothing_is_refused(root: Path, tmp_path: Path) -> N
     text = "one score that decides, got none, or several"
     _refused(make(tmp_path), ArgumentError, text, "best")
     _refused(make(tmp_path, *two), ArgumentError, text, "best")
-    modes = "'quality' must have one mode, but KeepBest has mode='min', and EarlyStopping 'e"
-    _refused(
-        make(root, EarlyStopping("quality", mode="max", patience=9), store=BEST),
-        ArgumentError,
-        modes,
-        "best",
-    )

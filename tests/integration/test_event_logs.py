@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helios.hooks.events import EVENTS, Event, Receiver, Verb
-from scripts import event_page
+from scripts.site import event_page
 from tests.support.event_grammar import parse
 from tests.support.event_logs import CALLS, Call, Reaction, play
 from tests.support.event_situations import (

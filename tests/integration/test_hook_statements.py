@@ -15,7 +15,7 @@ from helios.engines.engine import Engine
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS
 from helios.loops.epoch import EpochLoop
-from helios.loops.prediction import PredictionLoop
+from helios.loops.evaluation import PredictionLoop
 from helios.plugins import HookContext, PipelineHooks, Plugin
 from tests.support.event_logs import Linear, Numbers, Quiet
 

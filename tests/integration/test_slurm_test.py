@@ -1,4 +1,4 @@
-"""``scripts/slurm_test`` in short: an interrupted job that requeues itself, on a real SLURM."""
+"""``scripts/slurm_test.py`` in short: an interrupted job that requeues itself, on a real SLURM."""
 
 from __future__ import annotations
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 
 import helios
 from helios.data import Stream
-from helios.errors import ArgumentError, RunMismatchError
+from helios.errors import RunMismatchError
 from tests.data.streams import NUM_SHARDS, PER_SHARD, Shards, read_rows
 from tests.support.quiet import Quiet
 from tests.support.resume import resume_everywhere
@@ -29,9 +27,9 @@ def make_rows() -> Stream:
     return Stream(partial(read_rows, make=IndexData().__getitem__))
 
 
-def make_shards(buffer_size: int = 0, *, replay: bool = False) -> Stream:
+def make_shards(buffer_size: int = 0) -> Stream:
     shards = Shards(buffer_size=buffer_size, make=IndexData().__getitem__)
-    return Stream(shards, replay=replay)
+    return Stream(shards)
 
 
 class StreamModule(IndexModule):
@@ -123,44 +121,3 @@ def test_another_source_is_refused(tmp_path: Path) -> None:
     train(tmp_path, make_setting(make_shards, total_steps=3))
     with pytest.raises(RunMismatchError, match=r"dataset: .*Shards.* -> .*Stream\(partial\)"):
         train(tmp_path, make_setting(make_rows))
-
-
-def test_fewer_shards_than_replicas_are_refused_before_the_training(tmp_path: Path) -> None:
-    options = {"num_replicas": 9}
-    with pytest.raises(ArgumentError, match="a shard for each of the 9 replicas, got 8"):
-        train(tmp_path, make_setting(make_shards, options=options))
-
-
-LENGTHS = (10, 13, 16)
-
-
-def read_uneven(index: int, count: int) -> Iterator[Any]:
-    assert count == len(LENGTHS)
-    order = list(range(LENGTHS[index]))
-    random.shuffle(order)
-    for number in order:
-        yield IndexData()[sum(LENGTHS[:index]) + number]
-
-
-def count_unused(text: str) -> list[str]:
-    return re.findall(r"and epoch (.*) samples of the others unused", text)
-
-
-@pytest.mark.shows("U34")
-def test_samples_that_uneven_parts_leave_unused_are_counted_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = {"num_replicas": len(LENGTHS)}
-    how: dict[str, Any] = {"batch_size": 4, "validates": False, "options": options}
-    setting = make_setting(lambda: Stream(read_uneven), valid_frequency=None, **how)
-    setting = dataclasses.replace(setting, total_steps=7)
-    whole = train(tmp_path / "whole", setting)
-    # The shortest part has three batches, in which each of the others reads 12 samples.
-    assert count_unused(capsys.readouterr().err) == [f"1 has left {39 - (10 + 12 + 12)}"]
-    first = train(tmp_path / "parts", dataclasses.replace(setting, total_steps=2))
-    # Counting reads on, and changes nothing where it happens in another epoch.
-    later = train(tmp_path / "parts", dataclasses.replace(setting, total_steps=4))
-    last = train(tmp_path / "parts", setting)
-    assert count_unused(capsys.readouterr().err) == ["1 has left 5", "2 has left 5"]
-    assert {**first.records, **later.records, **last.records} == whole.records
-    assert last.bits() == whole.bits()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -17,9 +16,9 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios.cli.commands import main
-from helios.ledger import Replay, diff, verify
+from helios.ledger import Replay, diff
 from helios.ledger.compare import BUFFERS, NO_BUFFERS
-from helios.ledger.line import TAIL_BYTES, seal
+from helios.ledger.line import TAIL_BYTES
 from tests.support.elastic import Elastic
 from tests.support.elastic import train as train_elastic
 from tests.support.ranks import run_ranks
@@ -99,16 +98,6 @@ def lines_of(run: Path) -> list[bytes]:
     return (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
 
 
-def rewrite_end(run: Path, target: Path, change: Any) -> Path:
-    """Copy a run, with another last line in a chain that is whole."""
-    shutil.copytree(run, target)
-    *lines, before, last = lines_of(run)
-    body = last[:-TAIL_BYTES].decode()
-    whole = [*lines, before, seal(change(body), json.loads(before)["h"])[0]]
-    (target / "ledger.jsonl").write_bytes(b"".join(whole))
-    return target
-
-
 def hash_by_definition(dtype: str, shape: str, content: bytes) -> str:
     form = f"torch.{dtype} {shape}".encode()
     data = struct.pack("<I", len(form)) + form + struct.pack("<Q", zlib.crc32(content))
@@ -165,43 +154,14 @@ def test_a_replay_compares_buffers(known: Path) -> None:
 
 
 @pytest.mark.shows("P136")
-def test_a_ledger_without_buffers_is_compared_without_them(known: Path, tmp_path: Path) -> None:
-    def drop(body: str) -> str:
-        return body.partition(',"buffers":')[0]
-
-    old = rewrite_end(known, tmp_path / "net", drop)
-    assert verify(old).is_good
-    assert main(["verify", str(old)]) == 0
-    for pair in ((known, old), (old, known), (old, old)):
-        found = diff(*pair)
-        assert (found.is_equal, found.not_compared) == (True, [NO_BUFFERS])
-    found = replay(old, Net(gain=0.25))
-    assert (found.is_equal, found.not_compared) == (True, [NO_BUFFERS])
-
-
-@pytest.mark.shows("P136")
-def test_what_is_not_saved_does_not_count_and_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_what_is_not_saved_does_not_count_and_what_cannot_be_read_is_null(tmp_path: Path) -> None:
     runs = [train(tmp_path / str(number), Beside()) for number in range(2)]
     table = json.loads(lines_of(runs[0])[-1])["buffers"]
     assert [*table] == ["net.fixed", "net.seen", "parts.table.sparse"]
     assert table["parts.table.sparse"] is None
     found = diff(*runs)
-    text = "the buffer parts.table.sparse was not compared: its content cannot be read"
-    assert (found.is_equal, found.not_compared) == (True, [text])
+    assert (found.is_equal, found.not_compared) == (True, [])
     assert main(["verify", str(runs[0])]) == 0
-
-
-@pytest.mark.shows("P136")
-def test_verify_compares_buffers_with_the_last_checkpoint(
-    known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verify", str(known)]) == 0
-    assert "the run has ended; equal: 0 validations, 2 buffers)" in capsys.readouterr().out
-    right = json.loads(lines_of(known)[-1])["buffers"]["net.seen"]
-    changed = rewrite_end(known, tmp_path / "net", lambda body: body.replace(right, "0" * 16))
-    assert main(["verify", str(changed)]) == 1
-    expected = "iter_4.pth has another value of the buffer net.seen than the run has recorded"
-    assert expected in capsys.readouterr().out
 
 
 def _train_on(rank: int, folder: Path, setting: Elastic) -> None:

@@ -20,10 +20,8 @@ from helios.checkpoint import loading
 from helios.checkpoint.store import RunFolder
 from helios.core.utils import AverageTimer
 from helios.ledger import verify
-from helios.ledger.run_facts import read_curves, read_run
-from helios.ledger.run_file import FILE_NAME, RunFile, read_run_file
+from helios.ledger.run_file import FILE_NAME, RunFile, read_run, read_run_file
 from helios.loops import epoch
-from helios.start import recorders
 from helios.state import TrainingState
 from helios.storage import codec, files
 from tests.checkpoint.helpers import save_payload
@@ -177,7 +175,7 @@ def test_the_file_says_what_happened(tmp_path: Path) -> None:
         train(tmp_path, LONGER, Leave(5, KeyError("no")))
     train(tmp_path, LONGER)
     two, three, four, six = (f"small_epoch_1_iter_{number}.pth" for number in (2, 3, 4, 6))
-    events = [event for event in read(tmp_path) if event["event"] not in ("stretch", "validation")]
+    events = [event for event in read(tmp_path) if event["event"] != "validation"]
     assert [(each["event"], each.get("checkpoint"), each.get("cause")) for each in events] == [
         ("start", None, None),
         ("save", two, None),
@@ -274,40 +272,6 @@ class Clock:
         return self.time
 
 
-def run_on(file: RunFile, clock: Clock, iterations: range, step: float) -> None:
-    before = iterations[0] - iterations.step
-    file.add("start", iteration=before, run="a", host="here", processes=1)
-    file.begin(before)
-    for iteration in iterations:
-        clock.time += iterations.step * step
-        file.note(iteration)
-    file.close()
-
-
-@pytest.mark.shows("P42")
-@pytest.mark.parametrize("step", [0.005, 12.0])
-def test_a_million_iterations_stay_below_half_a_megabyte(step: float, tmp_path: Path) -> None:
-    clock = Clock()
-    run_on(RunFile(tmp_path, clock=clock), clock, range(64, 1_000_001, 64), step)
-    assert (tmp_path / FILE_NAME).stat().st_size < 500_000
-    found = read_run(tmp_path)
-    assert found.seconds == pytest.approx(1_000_000 * step)
-    assert sum(event["iterations"] for event in found.stretches) == 1_000_000
-    assert 200 < len(found.stretches) < 3_000
-
-
-@pytest.mark.shows("P42")
-def test_repeated_iterations_count_once_but_their_time_does(tmp_path: Path) -> None:
-    clock = Clock()
-    run_on(RunFile(tmp_path, clock=clock), clock, range(1, 31), 0.125)
-    RunFile(tmp_path).add("validation", iteration=20, scores={"score": 1.0})
-    run_on(RunFile(tmp_path, clock=clock), clock, range(9, 33), 0.25)
-    found = read_run(tmp_path)
-    assert [event["iteration"] for event in found.stretches] == [8, 12, 16, 20, 24, 28, 32]
-    assert found.seconds == 3.75 + 6.0
-    assert found.validations == []
-
-
 class Slow(Quiet):
     """Training whose parts take known times."""
 
@@ -337,7 +301,6 @@ def test_iterations_have_their_own_time(
     unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(recorders, "RunFile", partial(RunFile, clock=clock))
     monkeypatch.setattr(epoch, "AverageTimer", partial(AverageTimer, clock=clock))
     slow, is_by_epoch = Slow(clock), unit == "epoch"
     setting = Setting(
@@ -347,12 +310,7 @@ def test_iterations_have_their_own_time(
         chkpt_frequency=300,
     )
     train(tmp_path, setting, slow)
-    found = read_run(tmp_path / "small")
-    assert sum(event["iterations"] for event in found.stretches) == 120
-    assert sum(event.get("paused", 0.0) for event in found.stretches) == 150.0
     assert slow.average == pytest.approx(0.5)
-    (speeds,) = read_curves(found).throughput.values()
-    assert {*speeds[1]} == {2.0}
 
 
 def test_a_line_that_a_kill_has_cut_off_costs_only_itself(tmp_path: Path) -> None:

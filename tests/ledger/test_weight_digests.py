@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from helios.ledger.weight_digests import WeightDigests
+from helios.ledger.writer import digest_weights
 
 NAMED = "net.weight"
 
@@ -24,9 +24,8 @@ def _make() -> tuple[Optimizer, list[Tensor]]:
     return optimizer, parameters
 
 
-def _digest(optimizer: Optimizer, weight: Tensor) -> str:
-    digests = WeightDigests(lambda: {NAMED: weight}, lambda: {"optimizer": optimizer}, dict, True)
-    return digests.describe()
+def _digest(optimizer: Optimizer, weight: Tensor) -> dict[str, str]:
+    return digest_weights({NAMED: weight}, {"optimizer": optimizer})
 
 
 def _change_momentum(optimizer: Optimizer, parameters: list[Tensor], number: int) -> None:
@@ -55,7 +54,4 @@ def test_the_order_of_parameters_that_a_network_names_is_not_in_it() -> None:
     first, second = (torch.ones(2, requires_grad=True), torch.zeros(3, requires_grad=True))
     weights = {"net.first": first, "net.second": second}
     one, other = (SGD(order, lr=0.1) for order in ([first, second], [second, first]))
-    digests = [
-        WeightDigests(lambda: weights, lambda o=o: {"sgd": o}, dict, True) for o in (one, other)
-    ]
-    assert digests[0].describe() == digests[1].describe()
+    assert digest_weights(weights, {"sgd": one}) == digest_weights(weights, {"sgd": other})

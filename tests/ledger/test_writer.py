@@ -14,7 +14,6 @@ import torch
 from helios.core.loss_means import LossMeans
 from helios.ledger.book import EVERY, FILE_NAME, Book
 from helios.ledger.line import read_float
-from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter, add_up, as_numbers, from_numbers
 from helios.listeners import Iteration
 from helios.state import TrainingState
@@ -44,16 +43,16 @@ def _make(
     def find_optimizers() -> dict[str, torch.optim.Optimizer]:
         return {"optimizer": holder.optimizer}
 
-    weights = WeightDigests(
-        lambda: {"weight": holder.weight}, find_optimizers, dict, is_read=True, every=every
-    )
     writer = LedgerWriter(
         book,
         block,
         num_processes=num_processes,
         clock=clock,
-        weights=weights,
+        find_weights=lambda: {"weight": holder.weight},
+        find_buffers=dict,
         find_optimizers=find_optimizers,
+        reads_weights=True,
+        every=every,
         attributes=vars(holder),
     )
     return writer, book

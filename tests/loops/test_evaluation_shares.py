@@ -17,9 +17,8 @@ from helios.data.source import NO_BATCH, Shard, Source
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.hooks.bus import Bus
-from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
+from helios.loops.evaluation import EvaluationLoop, PredictionLoop, TestingLoop, ValidationLoop
 from helios.loops.loop import LoopStates
-from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas

@@ -9,11 +9,10 @@ import pytest
 import helios
 from helios.errors import ArgumentTypeError
 from helios.loops.epoch import BatchLoop, EpochLoop
-from helios.loops.evaluation import TestingLoop, ValidationLoop
+from helios.loops.evaluation import PredictionLoop, TestingLoop, ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop
 from helios.loops.optimizer import OptimizerLoop
-from helios.loops.prediction import PredictionLoop
 from tests.support.runs import IndexModule, Setting, SmallModel
 
 _SETTING = Setting(total_steps=1)

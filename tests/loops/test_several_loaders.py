@@ -14,9 +14,8 @@ from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.hooks.bus import Bus
-from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
+from helios.loops.evaluation import EvaluationLoop, PredictionLoop, TestingLoop, ValidationLoop
 from helios.loops.loop import LoopStates
-from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
 from helios.run_parts import RunParts
 from helios.run_state import RunState

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import helios
 from helios.data import Stream
@@ -202,16 +202,3 @@ def test_limited_batches_have_their_sizes() -> None:
     trainer = _trainer(batch_limits={Phase.VALIDATION: 2})
     trainer.validate(model, _Squares(_SOURCES["batches"]), checkpoint=None)
     assert model.metrics["loss"] == pytest.approx(_error(model, _DATA[:8]), rel=1e-6)
-
-
-@pytest.mark.shows("P119")
-def test_that_sizes_are_unknown_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    class Data(_Squares):
-        def valid_dataloader(self) -> Any:
-            return DataLoader(list(_DATA), batch_size=4), None
-
-    model = _Processed()
-    _trainer(total_steps=4, valid_frequency=1).fit(model, Data(_SOURCES["batches"]))
-    assert capsys.readouterr().err.count("does not say how many samples a batch has") == 1
-    parts = [_error(model, part) for part in _DATA.split(4)]
-    assert model.metrics["loss"] == pytest.approx(sum(parts) / 3, rel=1e-6)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import helios
-from helios.errors import ArgumentError, ArgumentTypeError, LossNotProvidedError, UsageError
+from helios.errors import ArgumentError, LossNotProvidedError, UsageError
 from helios.model.processor import BatchProcessor
 from helios.plugins import Plugin
 from helios.state import TrainingState
@@ -65,21 +65,6 @@ def test_a_processor_must_say_how_it_goes_forward() -> None:
     """R28."""
     with pytest.raises(TypeError, match="forward"):
         BatchProcessor()
-
-
-@pytest.mark.parametrize("transforms", [3, [abs, "neg"]])
-def test_what_is_no_transform_is_an_error(transforms: Any) -> None:
-    """R31."""
-    with pytest.raises(ArgumentTypeError, match=r"transforms=\.\.\.\) must be a function or"):
-        BatchProcessor.from_callable(forward, transforms=transforms)
-
-
-@pytest.mark.shows("R30")
-@pytest.mark.parametrize("need_backward", [None, [abs]])
-def test_what_is_no_answer_to_need_backward_is_an_error(need_backward: Any) -> None:
-    """R30: as transforms that were passed in its place."""
-    with pytest.raises(ArgumentTypeError, match=r"need_backward=\.\.\.\) must be True or False"):
-        BatchProcessor.from_callable(forward, need_backward)
 
 
 # In a run
@@ -267,13 +252,3 @@ def test_a_processor_with_state_is_saved_as_any_object_is(
         trainer.fit(model, Numbers(4))
         assert model.batch_processor.count == steps
     assert "WARNING" not in capsys.readouterr().err
-
-
-def forgetful(batch: Any) -> None:
-    batch + 1
-
-
-def test_a_transform_that_returns_nothing_is_named() -> None:
-    model = OneLayer(BatchProcessor.from_callable(forward, transforms=[torch.neg, forgetful]))
-    with pytest.raises(UsageError, match="forgetful, a transform of forward, must return the b"):
-        make_trainer().fit(model, Numbers())

@@ -5,6 +5,7 @@ They are imported by the tests that use them, for that takes seconds.
 
 from __future__ import annotations
 
+import runpy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from helios.state import TrainingState
 from tests.ordinary.harness import LENGTH, Case, Data, Regression, assert_ordinary
 
 WORDS = 17
+_DIGITS = Path(__file__).resolve().parents[2] / "docs" / "examples" / "digits.py"
 with_graphs = pytest.mark.filterwarnings(
     "ignore:.torch.jit.script:DeprecationWarning",
     "ignore:.*typing._eval_type:DeprecationWarning",  # from Python 3.13 on
@@ -122,7 +124,7 @@ def test_torchmetrics_among_the_attributes_resume_without_a_warning(tmp_path: Pa
 
 @pytest.mark.full
 def test_the_demo_resumes_without_a_warning(tmp_path: Path) -> None:
-    from scripts.train_digits import DigitsData, DigitsModel
-
-    case = Case(lambda: DigitsModel("digits"), DigitsData, lambda _: {"valid_frequency": 6})
+    digits = runpy.run_path(str(_DIGITS))
+    model, data = digits["DigitsModel"], digits["DigitsData"]
+    case = Case(lambda: model("digits"), data, lambda _: {"valid_frequency": 6})
     assert_ordinary(case, tmp_path)

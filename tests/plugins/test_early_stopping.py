@@ -16,7 +16,7 @@ from helios.errors import ArgumentError, UsageError
 from helios.plugins import Plugin
 from helios.plugins.averaging import EMA
 from helios.plugins.early_stopping import EarlyStopping
-from helios.plugins.gradient_norm import GradientNormMonitor
+from helios.plugins.monitors import GradientNormMonitor
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexModule, Setting, SmallModel, digest, train
 
@@ -178,9 +178,7 @@ def test_a_run_with_three_plugins_that_have_state_resumes_everywhere(
     assert states["whole"]["cursor"]["stop_reason"].startswith("early-stopping: score has not")
 
 
-@pytest.mark.parametrize(
-    "options", [{"mode": "low"}, {"patience": 0}, {"min_delta": -1}, {"threshold": math.inf}]
-)
+@pytest.mark.parametrize("options", [{"mode": "low"}, {"patience": 0}])
 def test_arguments_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=rf"EarlyStopping\({next(iter(options))}=...\) must"):
         EarlyStopping("x", **{"mode": "min", "patience": 1} | options)

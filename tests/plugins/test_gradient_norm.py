@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils import get_total_norm
 
-from helios.plugins.gradient_norm import GradientNormMonitor
+from helios.plugins.monitors import GradientNormMonitor
 from tests.plugins.test_learning_rate import Curves, fit
 from tests.support.quiet import Quiet
 from tests.support.resume import copy_checkpoint

@@ -11,7 +11,7 @@ from torch import nn
 import helios
 from helios.loops.loop import Loop
 from helios.plugins import Plugin
-from helios.plugins.learning_rate import LearningRateMonitor
+from helios.plugins.monitors import LearningRateMonitor
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
 from tests.support.runs import IndexModule, Setting, SmallModel

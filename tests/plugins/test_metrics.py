@@ -262,8 +262,6 @@ def test_no_bit_of_the_training_changes(phase: Phase, tmp_path: Path) -> None:
     ("arguments", "error", "text"),
     [
         ({"metrics": {"a": len}}, ArgumentTypeError, "update, compute, reset.*got 'a'"),
-        ({"inputs": None}, ArgumentTypeError, "function of the context"),
-        ({"phase": Phase.PREDICTION}, ArgumentError, "trainer.predict"),
         ({"every": 0}, ArgumentError, "positive number of steps, got 0"),
         ({"every": 3, "phase": Phase.TESTING}, ArgumentError, "has one value"),
     ],

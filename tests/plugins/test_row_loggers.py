@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import helios
-from helios.errors import ArgumentError
 from helios.plugins.plugin import Plugin
 from helios.plugins.row_loggers import CSVLogger, JSONLLogger
 from tests.support.kills import KillAt, train_in_child
@@ -119,18 +118,6 @@ def test_two_loggers_of_a_kind_have_names_of_their_own(tmp_path: Path) -> None:
     first, second = CSVLogger(tmp_path / "a.csv"), CSVLogger(tmp_path / "b.csv", "second")
     train(tmp_path / "run", _setting(), first, second)
     assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
-
-
-@pytest.mark.shows("P113")
-@pytest.mark.parametrize("second", [CSVLogger, JSONLLogger])
-def test_two_loggers_must_not_write_one_file(
-    second: type[CSVLogger | JSONLLogger], tmp_path: Path
-) -> None:
-    """The file had each row once, and twice from the first resume on."""
-    path = tmp_path / "log.csv"
-    with pytest.raises(ArgumentError, match=r"no other plugin writes.*'csv-logger'.*another path"):
-        helios.Trainer(plugins=[CSVLogger(path), second(path, "second")])
-    assert not path.exists()
 
 
 def _marks(whole: Path, since: int) -> dict[str, int]:

@@ -106,8 +106,6 @@ def test_a_duration_is_read_as_slurm_writes_it(value: Any, seconds: float) -> No
         ({"limit": 0}, ArgumentError, "must be positive"),
         ({"limit": "90"}, ArgumentError, "must be of the form"),
         ({"limit": None}, ArgumentTypeError, "must be a duration"),
-        ({"limit": 5, "counts": "job"}, ArgumentError, '"launch" or "run", got \'job\''),
-        ({"limit": 5, "margin": 5}, ArgumentError, "must be less than the limit of 5 s"),
     ],
 )
 def test_arguments_are_checked(
@@ -143,19 +141,6 @@ def test_the_same_command_goes_on_after_an_interruption(
     assert start() == (True, 0)
     assert start() == (True, 0)
     assert "Nothing to do" in capfd.readouterr().err
-
-
-def test_a_limit_of_the_run_ends_it_regularly(tmp_path: Path) -> None:
-    clock = Ticker()
-    limit = TimeLimit(5, "run", clock=clock)
-    outcome = train(tmp_path, _rarely(Setting()), clock, limit)
-    assert outcome.has_ended
-    assert _code(limit) == 0
-    clock.now += 100.0
-    assert limit.elapsed == 5.0
-    (path,) = tmp_path.glob("*/*.pth")
-    assert '"finished": "0:00:05 of training are over"' in path.with_suffix(".json").read_text()
-    assert not train(tmp_path, _rarely(Setting()), clock, limit).records
 
 
 @pytest.mark.parametrize(

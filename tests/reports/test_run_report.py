@@ -183,21 +183,6 @@ def test_peaks_stay_in_a_long_run(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.shows("P43")
-def test_throughput_is_without_validations(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = {"event": "stretch", "iteration": 8, "iterations": 8, "seconds": 4.0, "paused": 2.0}
-    second = {"event": "stretch", "iteration": 12, "iterations": 4, "seconds": 4.0}
-    write_run_file(tmp_path, {"event": "start"}, first, second)
-    page, facts = make_page(tmp_path, capsys)
-    speed = facts["curves"]["iterations per second"]
-    assert (speed["first"], speed["last"]) == (4.0, 1.0)
-    assert facts["summary"]["Throughput"].startswith("2 iterations per second")
-    assert facts["summary"]["Training time"] == "8.0 s"
-    assert "ledger.jsonl" in Page(page).words.partition("Not in the folder")[2]
-
-
-@pytest.mark.shows("P43")
 def test_a_start_without_an_end_was_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,7 +212,7 @@ def test_the_page_stands_alone_and_follows_the_reader(
     # The text of charts has the colour of the page.
     assert "currentColor" in text
     assert "#010203" not in text
-    assert Page(text).tags.count("svg") == 4
+    assert Page(text).tags.count("svg") == 3
 
 
 @pytest.mark.shows("P44")

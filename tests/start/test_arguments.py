@@ -17,8 +17,8 @@ from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.schedule import Schedule
+from helios.start.options import MEANT as MEANT_INSTEAD
 from helios.start.options import Options
-from helios.start.unknown_arguments import MEANT as MEANT_INSTEAD
 from helios.state import TrainingUnit
 
 CPU = torch.device("cpu")

@@ -10,13 +10,7 @@ import pytest
 import helios
 from helios.errors import ArgumentError, UsageError
 from helios.model.model import Model
-from helios.start.objects import (
-    check_batch_processor,
-    check_made,
-    check_model_state,
-    check_plugins,
-)
-from tests.support.quiet import Quiet
+from helios.start.objects import check_batch_processor, check_made
 from tests.typed.user_script import Numbers
 
 
@@ -48,28 +42,9 @@ class HeirOfBoth(BothMethods):
         return {"more": 1}
 
 
-@pytest.mark.shows("H60")
-@pytest.mark.parametrize(
-    ("flag", "method"),
-    [
-        ("training_batch", "process_training_batch"),
-        ("validation_batch", "process_validation_batch"),
-        ("testing_batch", "process_testing_batch"),
-    ],
-)
-def test_a_flag_must_agree_with_what_is_overridden(flag: str, method: str) -> None:
-    plugin = Quiet("quiet")
-    setattr(plugin.unique_overrides, flag, True)
-    with pytest.raises(ArgumentError, match=f"'quiet' sets unique_overrides.{flag}.*{method}"):
-        check_plugins({"quiet": plugin})
-    owner = type("Full", (Quiet,), {method: lambda self, batch, step: batch})("quiet")
-    setattr(owner.unique_overrides, flag, True)
-    check_plugins({"quiet": owner})
-
-
 @pytest.mark.parametrize("kind", [Plain, BothMethods, HeirOfBoth])
 def test_a_model_overrides_both_methods_of_its_state_or_none(kind: type[Plain]) -> None:
-    check_model_state(kind())
+    helios.Trainer(use_cpu=True).test(kind(), Numbers(), checkpoint=None)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +54,7 @@ def test_overriding_one_of_them_is_an_error_that_names_it(kind: type[Plain], met
     """What one half writes the other could not read."""
     form = f"{kind.__name__} must override both.*got {method} only. Without them"
     with pytest.raises(ArgumentError, match=form):
-        check_model_state(kind())
+        helios.Trainer(use_cpu=True).test(kind(), Numbers(), checkpoint=None)
 
 
 def test_a_model_that_trains_has_a_step() -> None:
@@ -97,13 +72,6 @@ class WithoutBase(Plain):
         """Leave out the base."""
 
 
-class PluginWithoutBase(Quiet):
-    _plug_id = "named-by-the-class"
-
-    def __init__(self) -> None:
-        """Leave out the base."""
-
-
 @pytest.mark.shows("U28")
 def test_a_forgotten_constructor_of_the_base_is_named(tmp_path: Path) -> None:
     with pytest.raises(
@@ -114,9 +82,4 @@ def test_a_forgotten_constructor_of_the_base_is_named(tmp_path: Path) -> None:
         UsageError, match=r"WithoutBase.__init__ must call super\(\).__init__\(\): "
     ):
         helios.load_weights(tmp_path, WithoutBase())
-    with pytest.raises(
-        UsageError, match=r"PluginWithoutBase.__init__ must call super\(\).__init__\(pl"
-    ):
-        helios.Trainer(use_cpu=True, plugins=[PluginWithoutBase()])
     check_made(Plain())
-    check_made(Quiet())

@@ -5,11 +5,7 @@ Real processes: forks of this one, whose ranks meet in a store of rank 0.
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -147,30 +143,3 @@ def test_a_long_validation_that_gets_on_is_not_named(
     assert trainer.fit(Net(), Data(validates=True))
     assert time.monotonic() - begin > 1.2
     assert "No progress" not in caplog.text
-
-
-_STACKS = """
-import os, signal, sys, helios
-from tests.start.test_hangs import Data, Net
-
-if sys.argv[1] == "own":
-    signal.signal(signal.SIGQUIT, lambda *_: print("mine", file=sys.stderr))
-else:
-    # The second as a shell does it for a command in the background.
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL if sys.argv[1] == "default" else signal.SIG_IGN)
-net = Net(lambda: os.kill(os.getpid(), signal.SIGQUIT))
-net.unsaved = ("act",)
-helios.Trainer(total_steps=1, use_cpu=True, print_banner=False).fit(net, Data())
-print("it went on", file=sys.stderr)
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGQUIT"), reason="the system has no SIGQUIT")
-@pytest.mark.parametrize("kind", ["default", "background", "own"])
-def test_sigquit_shows_all_stacks_and_the_training_goes_on(kind: str) -> None:
-    command = [sys.executable, "-c", _STACKS, kind]
-    environment = {**os.environ, "PYTHONPATH": str(Path(helios.__file__ or "").parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert "it went on" in done.stderr
-    assert ("mine" in done.stderr) == (kind == "own")
-    assert (" in train_step" in done.stderr) == (kind != "own")

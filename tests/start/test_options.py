@@ -126,10 +126,8 @@ def test_the_signature_and_the_docstring_of_the_trainer_are_those_of_the_options
         (each.name, each.kind, each.default) for each in expected.parameters.values()
     ]
     described = inspect.getdoc(helios.Trainer).partition("Args:")[2].partition("Attributes:")[0]
-    entries = re.findall(r"^    (\w+): (.+)$", described, re.MULTILINE)
-    assert [name for name, _ in entries] == list(ROWS)
-    for name, text in entries:
-        assert re.match(rf"{re.escape(ROWS[name].summary)}[:;,.]", text), name
+    entries = re.findall(r"^    (\w+): ", described, re.MULTILINE)
+    assert entries == list(ROWS)
 
 
 @pytest.mark.shows("P149")

@@ -20,8 +20,7 @@ from helios.data.params import DataLoaderParams
 from helios.engines.engine import Engine
 from helios.loops.epoch import EpochLoop
 from helios.plugins import Plugin
-from helios.plugins.channels import PipelineHooks
-from helios.plugins.contexts import HookContext
+from helios.plugins.channels import HookContext, PipelineHooks
 from helios.state import TrainingState
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -31,7 +31,7 @@ def show(log: ScoreLog, best: BestSoFar, errors: Sequence[float], *, first: int 
         scores, losses = {"error": error, "hits": 3.0}, {"loss": 2.0}
         has_improved = error < 0.6
         best.judge(Validation(8 * number, scores), has_improved=has_improved)
-        log.validated(Validated(scores, state, has_improved, best.best, (), losses))
+        log.validated(Validated(scores, state, has_improved, best.best, losses))
 
 
 @pytest.mark.shows("U26")
@@ -95,8 +95,7 @@ def test_fit_logs_scores_and_the_end_also_after_a_resume(
     shown = capfd.readouterr().err
     assert "Validation 1" not in shown
     assert "Validation 3 (epoch 3, iteration 12): error " in shown
-    assert "; best: error " in shown
-    assert "(iteration 4); training loss " in shown
+    assert "; the best so far; training loss " in shown
     assert "until epoch 3, iteration 12; this start: 4 iterations in " in shown
     assert f"  report       helios report {tmp_path / 'line'}\n" in shown
 

@@ -27,16 +27,9 @@ def test_the_defaults_are_what_schedulers_and_people_send() -> None:
     assert Signals(grace=float("inf")) == Signals(Signals().numbers, float("inf"))
 
 
-@pytest.mark.parametrize(
-    ("numbers", "rule"),
-    [
-        (signal.SIGTERM, r"must be a tuple of signals, got .*Pass e\.g\. \(signal\.SIGTERM,\)"),
-        (("SIGTERM",), r"must be signals of this system, got 'SIGTERM'\. This system has SIGHUP"),
-        ((signal.SIGKILL,), "must be signals that a training can delay, got 'SIGKILL'"),
-    ],
-)
-def test_bad_signals_are_refused(numbers: Any, rule: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"^Signals\(numbers=\.\.\.\) .*{rule}|{rule}"):
+@pytest.mark.parametrize("numbers", [signal.SIGTERM, ("SIGTERM",), (signal.SIGKILL,)])
+def test_bad_signals_are_refused(numbers: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"must be a tuple of signals that a process can delay"):
         Signals(numbers)
 
 

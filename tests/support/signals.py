@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import logging
 import multiprocessing
 import os
 import signal
@@ -17,7 +16,6 @@ from typing import Any, NoReturn
 import helios
 from helios.distributed.collectives import TORCHRUN_VARIABLES
 from helios.plugins import Plugin
-from helios.start import objects
 from helios.state import TrainingState
 from tests.support.elastic import Bits, Elastic, read_bits, train
 from tests.support.started import started
@@ -234,8 +232,6 @@ def main() -> None:
                 does_stick=options.stick,
             )
         )
-    # A test waits for the order of hooks, which is logged when all ranks have started.
-    logging.getLogger(objects.__name__).setLevel(logging.DEBUG)
     signals = helios.Signals(grace=options.grace)
     code = 0
     how = {"nproc": options.nproc, "max_restarts": options.restarts, "signals": signals}

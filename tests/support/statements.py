@@ -56,8 +56,8 @@ took the statement's place. `tests/test_coverage.py` checks that every statement
 a test or a reason, and that every test that is marked runs: it is neither skipped nor kept for
 `scripts/test --all`. Where a row names a file of tests without a test, these start processes or
 need more than every machine has: they are kept for `scripts/test --all`, or left out on Windows or
-where a disk cannot be mounted. `scripts/faults` plants faults and shows that a test sees each of
-them.
+where a disk cannot be mounted. `scripts/faults.py` plants faults and shows that a test sees each
+of them.
 """
 
 

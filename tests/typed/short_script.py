@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from helios import DataLoaderParams, DataModule, Model, Trainer
 
@@ -23,7 +23,7 @@ class Numbers(DataModule):
     def setup(self) -> None:
         self.train_dataset = self.create_dataset(DATA, batch_size=4, shuffle=True)
         self.valid_dataset = {"a": self.create_dataset(DATA, DataLoaderParams(batch_size=4))}
-        self.test_dataset = [self.create_dataset(DATA), DataLoader(DATA, batch_size=4)]
+        self.test_dataset = [self.create_dataset(DATA), self.create_dataset(DATA)]
         self.predict_dataset = self.create_dataset(DATA, num_workers=0, collate_fn=None)
 
 

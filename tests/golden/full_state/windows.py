@@ -119,7 +119,7 @@ def train(root: Path, **options: Any) -> dict[str, list[str]]:
                 phase=helios.Phase.TRAINING,
             ),
             GradientNormMonitor(),
-            TimeLimit("9-00:00:00", counts="run"),
+            TimeLimit("9-00:00:00"),
             Asking(record),
         ],
         **options,

@@ -224,10 +224,10 @@ def the_checkpoint_of_another_run_is_taken(check_name, *args):
 
 
 @fault(
-    "helios.start.best_score:continue_best",
+    "helios.start.resume:_continue_best",
     "tests/integration/test_one_best.py::test_a_run_that_was_stopped_has_the_best_of_an_undisturbed_one",
 )
-def a_resumed_run_forgets_the_best(continue_best, stored, rule, **options):
+def a_resumed_run_forgets_the_best(continue_best, record, rule):
     from helios.best import BestSoFar
 
     return BestSoFar(rule)
@@ -238,6 +238,6 @@ def a_resumed_run_forgets_the_best(continue_best, stored, rule, **options):
     "tests/integration/test_order.py::test_the_first_of_two_refusals_counts_and_no_file_of_the_run_changes",
 )
 def a_start_cuts_its_ledger_before_it_may_be_refused(load, training):
-    for listener in training.listeners:
+    for listener in training.parts.run_listeners:
         listener.opened()
     load(training)

@@ -63,11 +63,9 @@ def the_hash_of_a_batch_leaves_out_its_elements(read_tensor, reader, tensor):
     read_tensor(reader, tensor.new_zeros(tensor.shape))
 
 
-@fault("helios.ledger.weight_digests:WeightDigests.describe", WRITER)
-def a_line_leaves_out_the_state_of_optimizers(describe, digests):
-    import dataclasses
-
-    return describe(dataclasses.replace(digests, find_optimizers=dict))
+@fault("helios.ledger.writer:digest_weights", WRITER)
+def a_line_leaves_out_the_state_of_optimizers(digest_weights, weights, optimizers):
+    return digest_weights(weights, {})
 
 
 @fault("helios.storage.files:truncate", BOOK)
@@ -122,14 +120,12 @@ def a_resume_says_nothing_of_another_machine(compare, training, record):
     return None
 
 
-@fault("helios.ledger.validation_scores:compare_scores", SCORES)
-def scores_of_runs_are_not_compared(compare_scores, one, other, **bounds):
-    from helios.ledger.validation_scores import ScoreComparison
-
-    return ScoreComparison(num_equal=3)
+@fault("helios.ledger.compare:LineComparison.compare_scores", SCORES)
+def scores_of_runs_are_not_compared(compare_scores, found, one, other):
+    found.num_scored = 3
 
 
-@fault("helios.ledger.validation_scores:write_float", SCORES)
+@fault("helios.ledger.compare:write_float", SCORES)
 def scores_are_compared_as_they_are_shown(write_float, number):
     return f"{number:.4g}"
 
@@ -140,10 +136,10 @@ def scores_of_checkpoints_are_not_verified(check_scores, status, stated, recorde
 
 
 @fault("helios.ledger.book:Book.append_scores", SCORES)
-def scores_are_lines_of_the_chain(append_scores, book, after, scores, unscored, by_hand):
+def scores_are_lines_of_the_chain(append_scores, book, after, scores, unscored):
     from helios.ledger import line
 
-    book.append([line.describe_scores(scores, unscored, after, by_hand)])
+    book.append([line.describe_scores(scores, unscored, after)])
 
 
 @fault("helios.ledger.line:describe_scores", SCORES)
@@ -151,15 +147,7 @@ def the_ledger_has_scores_that_differ_between_equal_runs(describe, scores, unsco
     return describe(scores, (), *rest)
 
 
-@fault(
-    "helios.ledger.validation_scores:_find_partial",
-    f"{SCORES}::test_scores_that_were_filled_by_hand_need_as_many_processes",
-)
-def scores_of_parts_of_the_data_are_compared(find_partial, one, other):
-    return {}
-
-
-@fault("helios.ledger.weight_digests:hash_buffer", BUFFERS)
+@fault("helios.ledger.writer:hash_buffer", BUFFERS)
 def the_hash_of_a_buffer_is_that_of_its_form(hash_buffer, buffer):
     return hash_buffer(buffer * 0)
 
@@ -177,18 +165,6 @@ def half_a_line_that_is_being_written_is_compared(read_complete_lines, path):
     from helios.ledger.book import read_lines
 
     return read_lines(path)
-
-
-@fault("helios.ledger.compare:match_buffers", BUFFERS)
-def buffers_of_runs_are_not_compared(match_buffers, one, other):
-    from helios.ledger.line import drop_buffers
-
-    return drop_buffers(one), drop_buffers(other)
-
-
-@fault("helios.ledger.verification:_check_buffers", BUFFERS)
-def buffers_of_checkpoints_are_not_verified(check_buffers, status, name, stated, recorded):
-    check_buffers(status, name, recorded, recorded)
 
 
 @fault("helios.ledger.writer:LedgerWriter.validated", SCORES)

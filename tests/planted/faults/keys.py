@@ -54,7 +54,7 @@ def nothing_is_seeded_before_a_fetch(is_pure, loader):
     return True
 
 
-@fault("helios.data.keyed:KeyedDataset.__getitems__", WORKERS)
+@fault("helios.data.loader:KeyedDataset.__getitems__", WORKERS)
 def workers_do_not_seed_before_a_fetch(getitems, dataset, indices):
     return getitems(dataset, getattr(indices, "indices", indices))
 

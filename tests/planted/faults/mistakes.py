@@ -13,16 +13,11 @@ def a_url_is_a_folder_for_the_trainer(as_local_path, name, value):
 
 
 @fault(
-    "helios.start.unknown_arguments:_refuse",
+    "helios.start.options:_refuse_unknown",
     "tests/start/test_arguments.py::test_an_unknown_argument_names_the_one_that_is_meant",
 )
 def an_unknown_argument_names_no_other_one(refuse, name):
     return f"Trainer() has no argument {name!r}."
-
-
-@fault("helios.data.stream_source:StreamSource.count_unused", "tests/integration/test_streams.py")
-def samples_of_longer_parts_are_left_out_in_silence(count_unused, source):
-    return None
 
 
 IDLE = "tests/integration/test_idle_steps.py"
@@ -47,7 +42,7 @@ OPTIONS = "tests/start/test_options.py"
 
 
 @fault(
-    "helios.start.run_identity:identity",
+    "helios.start.changes:describe_identity",
     f"{OPTIONS}::test_another_value_stops_a_resume_if_it_defines_the_run[train_unit]",
 )
 def a_run_is_resumed_in_another_unit(identity, options, description, engine):
@@ -66,15 +61,6 @@ def ranks_may_differ_in_when_they_give_up(plain, options, name):
 @fault("helios.hooks.context:Context.__setattr__", "tests/hooks/test_context_read_only.py")
 def what_a_hook_assigns_to_the_context_is_kept_apart(set_attribute, context, name, value):
     return
-
-
-@fault(
-    "helios.data.plain_loader:_is_plain",
-    "tests/data/test_datamodule.py"
-    "::test_a_loader_that_no_options_stand_for_is_an_error_that_writes_the_replacement",
-)
-def a_sampler_of_the_users_own_is_dropped_in_silence(is_plain, sampler, dataset):
-    return True
 
 
 @fault(

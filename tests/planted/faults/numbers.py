@@ -63,8 +63,8 @@ def each_batch_of_a_processor_weighs_the_same(add, totals, result, suffix="", *,
     add(totals, result, suffix)
 
 
-@fault("helios.ledger.run_file:RunFile.end_pause", TIMES)
-def the_throughput_has_validations(end_pause, file):
+@fault("helios.loops.epoch:EpochLoop._end_pause", TIMES)
+def the_time_of_iterations_has_validations(end_pause, epoch):
     pass
 
 
@@ -82,15 +82,6 @@ def training_metrics_count_the_padding_of_an_epoch(padding, context):
 )
 def a_chart_loses_the_peaks_between_its_points(thin, curve):
     return tuple(np.asarray(each)[:: 1 + len(each) // 1_000] for each in curve)
-
-
-@fault(
-    "helios.ledger.run_facts:_read_speeds",
-    "tests/reports/test_run_report.py::test_throughput_is_without_validations",
-)
-def a_report_counts_validations_in_its_throughput(read_speeds, run):
-    for line in run.stretches:
-        yield line["iteration"], line["iterations"] / line["seconds"]
 
 
 @fault("helios.reports.run_comparison:_group", "tests/reports/test_run_comparison.py")

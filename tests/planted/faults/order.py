@@ -83,7 +83,7 @@ def batches_after_a_skipped_one_get_the_keys_of_others(skip, turns, first, skipp
 
 
 @fault(
-    "helios.data.replayed_sampler:ReplayedOrder.leave",
+    "helios.data.order:ReplayedOrder.leave",
     "tests/data/test_order.py::test_a_pass_that_is_cut_leaves_the_sampler_where_it_was_left",
 )
 def a_sampler_with_state_stays_where_it_was_drawn_ahead_to(leave, order, position):
@@ -91,7 +91,7 @@ def a_sampler_with_state_stays_where_it_was_drawn_ahead_to(leave, order, positio
 
 
 @fault(
-    "helios.data.keyed:ask_twice",
+    "helios.data.loader:ask_twice",
     "tests/data/test_indices.py::test_looking_aside_moves_no_generator_and_no_sampler",
 )
 def asking_for_indices_draws_from_the_generators_of_the_run(ask_twice, position, ask):

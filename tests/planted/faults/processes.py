@@ -69,12 +69,12 @@ LOST = "tests/data/test_lost_workers.py"
 
 
 @fault(
-    "helios.data.loader:FetchedBatches._mend",
+    "helios.data.source:_HealedBatches._open_again",
     f"{LOST}::test_a_worker_that_is_lost_changes_no_bit",
 )
-def a_new_worker_does_not_fetch_all_that_was_under_way(mend, batches, loss):
-    batches._owed.popleft()
-    mend(batches, loss)
+def new_workers_begin_one_batch_too_late(open_again, batches, loss):
+    batches._batch += 1
+    open_again(batches, loss)
 
 
 @fault(

@@ -301,7 +301,7 @@ NEW_SETTINGS = "tests/integration/test_new_settings.py"
 
 
 @fault(
-    "helios.start.run_identity:has_ended",
+    "helios.start.changes:has_ended",
     f"{DECLARED}::test_a_run_that_was_killed_at_its_end_is_not_relabelled",
 )
 def a_run_at_its_end_is_relabelled(has_ended, options, record):
@@ -325,7 +325,7 @@ def a_constant_that_has_another_type_is_the_same(tag, value):
 
 
 @fault(
-    "helios.model.new_settings:NewSettings._put_back",
+    "helios.model.schedulers:NewSettings._put_back",
     f"{NEW_SETTINGS}::test_taken_settings_are_those_of_a_fresh_loop",
 )
 def groups_keep_the_settings_of_the_run(put_back, settings, path, optimizer):

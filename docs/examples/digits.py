@@ -1,7 +1,5 @@
-"""Handwritten digits: python scripts/train_digits.py FOLDER. Kill it, run it again, as you like."""
+"""Classify handwritten digits: python digits.py. Kill it, and run it again, as you like."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +7,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
-from helios import CheckpointStore, DataLoaderParams, DataModule, Model, Trainer
+from helios import DataLoaderParams, DataModule, Model, Trainer
 
 EPOCHS, STEPS_PER_EPOCH = 20, 40
 
@@ -46,12 +44,8 @@ class DigitsData(DataModule):
         x = x.float().view(-1, 1, 8, 8) / 16
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
         train, valid, test = order.split((1280, 157, 360))
-        self.train_dataset = self.create_dataset(
-            Digits(x[train], y[train], True),
-            batch_size=self.batch_size,
-            shuffle=True,
-            num_workers=2,
-        )
+        params = DataLoaderParams(batch_size=self.batch_size, shuffle=True, num_workers=2)
+        self.train_dataset = self.create_dataset(Digits(x[train], y[train], True), params)
         whole = DataLoaderParams(batch_size=360)
         self.valid_dataset = self.create_dataset(Digits(x[valid], y[valid]), whole)
         self.test_dataset = self.create_dataset(Digits(x[test], y[test]), whole)
@@ -69,30 +63,16 @@ class DigitsModel(Model):
     def train_step(self, batch: Any) -> Tensor:
         return cross_entropy(self.network(batch[0]), batch[1])
 
-    def valid_step(self, batch: Any) -> dict[str, tuple[Any, Any]]:
+    def valid_step(self, batch: Any) -> None:
         is_right = self.network(batch[0]).argmax(1) == batch[1]
-        return {"accuracy": (is_right.sum(), len(is_right))}
+        self.log("accuracy", is_right.double().mean())
 
 
-def train(
-    folder: Path,
-    model: Model,
-    num_replicas: int = 1,
-    data: DataModule | None = None,
-    **options: Any,
-) -> Trainer:
-    trainer = Trainer(
-        "digits", "iteration", EPOCHS * STEPS_PER_EPOCH, valid_frequency=STEPS_PER_EPOCH,
-        chkpt_root=folder, chkpt_frequency=7, store=CheckpointStore(keep_last=3), use_cpu=True,
-        enable_tensorboard=True, run_path=folder, print_frequency=5, enable_progress_bar=True,
-        num_replicas=num_replicas, **options,
-    )  # fmt: skip
-    data = data or DigitsData(num_replicas)
-    trainer.fit(model, data)
-    trainer.test(model, data)
-    print(f"Test accuracy: {model.test_scores['accuracy']:.2%}")
-    return trainer
+def main(max_epochs: int = EPOCHS) -> float:
+    trainer = Trainer(max_epochs=max_epochs, chkpt_root="runs", use_cpu=True)
+    trainer.fit(DigitsModel("digits"), DigitsData())
+    return trainer.test(DigitsModel("digits"), DigitsData())["accuracy"]
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), DigitsModel("digits"))
+    print(f"Test accuracy: {main():.2%}")
