@@ -63,4 +63,5 @@ __all__ = [
     "find_last_checkpoint",
     "load_checkpoint",
     "load_weights",
+    "run",
 ]

@@ -5,6 +5,7 @@ from helios.checkpoint.options import KeepBest as KeepBest
 from helios.checkpoint.retention import find_best_checkpoint as find_best_checkpoint
 from helios.checkpoint.store import CheckpointStore as CheckpointStore
 from helios.checkpoint.store import load_checkpoint as load_checkpoint
+from helios.cli.train import run as run
 from helios.core.loss_means import WeightedLoss as WeightedLoss
 from helios.counters import Phase as Phase
 from helios.counters import TrainingState as TrainingState

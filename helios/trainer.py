@@ -121,7 +121,8 @@ class Trainer:
         skip_batches: numbers of batches to skip, counted from 1 over all epochs.
         sanity_steps: batches to validate before training, of each loader, at the start of a new
             run, without side effects; 0 for none.
-        batch_limits: maximum number of batches, by phase: ``{Phase.TRAINING: 10}``.
+        batch_limits: maximum number of batches, by phase: ``{Phase.TRAINING: 10}``, or
+            ``{"training": 10}``.
         params: what else defines the run, such as ``{"lr": 0.1}``: a mapping, a dataclass or a
             namespace of plain values. Another value stops a resume.
         max_restarts: restarts of a job that fails, from its newest checkpoint, because one of its
@@ -152,7 +153,7 @@ class Trainer:
         self,
         run_name: str = "",
         train_unit: TrainingUnit | Literal["epoch", "iteration", "step"] = TrainingUnit.EPOCH,
-        total_steps: float = NO_LENGTH,
+        total_steps: int | float = NO_LENGTH,
         valid_frequency: int | Literal["auto"] | None = "auto",
         chkpt_frequency: int | str | None = "auto",
         print_frequency: int | Literal["auto"] | None = "auto",
@@ -193,7 +194,7 @@ class Trainer:
         ledger: Literal["steps", "off"] = "steps",
         skip_batches: Sequence[int] = (),
         sanity_steps: int = 0,
-        batch_limits: Mapping[Phase, int] | None = None,
+        batch_limits: Mapping[Phase, int] | Mapping[str, int] | None = None,
         params: Any = None,
         max_restarts: int = 0,
         hang_timeout: float | None = None,

@@ -31,12 +31,16 @@ _SHOWN = [_ROOT / "docs" / page for page in SHOWN]
 _PRINTED = {
     _ROOT / "README.md": ("mse_loss", "100"),
     _ROOT / "docs" / "start.md": ("cross_entropy", "1000"),
+    _ROOT / "docs" / "recipes" / "command-line.md": (),
+    _ROOT / "docs" / "recipes" / "hydra.md": ("mse_loss", "10"),
 }
 """The pages that show commands with what they print; Ctrl-C comes at that call of a function."""
 _RECIPES = [
     page
     for page in _PAGES
-    if page.parent.name == "recipes" and "Trainer(" in page.read_text() and page not in _SHOWN
+    if page.parent.name == "recipes"
+    and "Trainer(" in page.read_text()
+    and page not in (*_SHOWN, *_PRINTED)
 ]
 _BARS = "tqdm.tqdm.monitor_interval"
 """Seconds; 0 starts no thread, which the bars of `datasets` would leave behind."""

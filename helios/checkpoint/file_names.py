@@ -25,6 +25,9 @@ SCHEMA = 5
 FIRST_SCHEMA = 5
 """That of the first release; only development versions wrote files with a lower one."""
 
+CONFIG_NAME = "config.yaml"
+"""The file of the options of a command line that has started a run."""
+
 # The keys that are read without decoding the file; `record` has all of them.
 KEY_SCHEMA = "schema"
 KEY_VERSION = "version"

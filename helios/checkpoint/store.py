@@ -463,7 +463,10 @@ def _is_orphan(path: Path) -> bool:
 
 
 # What a run records of itself, also of earlier starts.
-_EVIDENCE = (*("ledger*.jsonl", "run.jsonl", "stacks-rank-*.txt"),)
+_EVIDENCE = (
+    *("ledger*.jsonl", "run.jsonl", "stacks-rank-*.txt"),
+    *(file_names.CONFIG_NAME, "config-*.yaml"),
+)
 
 
 def _with_sidecars(checkpoints: Iterable[Path]) -> list[Path]:

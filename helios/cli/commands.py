@@ -13,7 +13,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 
-from helios.cli import checkpoints, conversions, output, runs
+from helios.cli import checkpoints, conversions, output, runs, train
 from helios.cli.output import Answer
 from helios.errors import ArgumentError, HeliosError, LedgerError, UsageError
 from helios.version import __version__
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; each command stores what it does in the result."""
     parser = argparse.ArgumentParser(
         prog="helios",
-        description="Work with checkpoints and runs; only replay needs the code that made them.",
+        description="Work with checkpoints and runs; only train and replay need your code.",
         epilog="Exit codes: 0 good, 1 not good, 2 wrong usage.",
     )
     parser.add_argument("--version", action="version", version=f"helios {__version__}")
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print one JSON document")
         return command
 
-    for module in (checkpoints, runs, conversions):
+    for module in (train, checkpoints, runs, conversions):
         module.add_commands(add)
     add("doctor", describe_this_machine)
     return parser
@@ -82,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
     except (Exception, KeyboardInterrupt) as error:
+        if namespace.command == train.NAME:
+            # It is of the user's code, whose traceback counts.
+            raise
         message, code = _describe(error)
         sys.stderr.write(f"helios {namespace.command}: {message}\n")
         return code
@@ -89,8 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into its own words, and those after ``--`` for the script of replay."""
+    """Split a command line into its own words, and those for the script of replay or for train.
+
+    The former stand after ``--``, the latter after the two classes.
+    """
     words = list(argv)
+    if words[:1] == [train.NAME]:
+        names = [n for n, word in enumerate(words[1:], 2) if not word.startswith("-")]
+        end = names[1] if len(names) > 1 else len(words)
+        return words[:end], words[end:]
     if words[:1] != ["replay"] or "--" not in words:
         return words, []
     place = words.index("--")

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from helios.core.sharded_tensors import local_of
 from helios.core.utils import foreach, parameters_of
 from helios.engines.device import device_of_rank, select_gpus
-from helios.engines.precision import LossScaler, Precision, check_precision
+from helios.engines.precision import LossScaler, Precision, as_precision
 from helios.engines.standalone import StandaloneEngine
 from helios.errors import ArgumentError
 from helios.launch.launcher import Launch
@@ -118,7 +118,7 @@ class Engine(StandaloneEngine):
         clip_norm: maximum 2-norm of the gradients of a step, of all optimizers that are updated
             from one backward.
         clip_value: maximum magnitude of each element of the gradients.
-        precision: the type in which the steps of the model compute.
+        precision: the type in which the steps of the model compute, or its name.
         bucket_bytes: with several processes, send gradients in buckets of at least this many bytes
             during backward; ``None`` to send all of them after it. The bits are the same.
 
@@ -165,18 +165,17 @@ class Engine(StandaloneEngine):
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        precision: Precision = Precision.FP32,
+        precision: Precision | str = Precision.FP32,
         bucket_bytes: int | None = None,
     ) -> None:
         super().__init__(device)
-        check_precision(precision)
         if bucket_bytes is not None and (type(bucket_bytes) is not int or bucket_bytes < 1):
             raise ArgumentError(
                 "Engine(bucket_bytes=...) must be None or a positive int, got "
                 f"{bucket_bytes!r}. Pass 25 * 2**20, or omit it."
             )
         self._bucket_bytes = bucket_bytes
-        self._precision = precision
+        self._precision = as_precision(precision)
         self._clipping = Clipping(clip_norm, clip_value)
         self._gradient_norm = None
         self.replicas = Replicas()
@@ -425,5 +424,5 @@ class Engine(StandaloneEngine):
             device_of_rank(ids, Launch.read().info.local_rank),
             clip_norm=clip_norm,
             clip_value=clip_value,
-            precision=Precision.from_str(precision) if isinstance(precision, str) else precision,
+            precision=precision,
         )

@@ -156,17 +156,21 @@ class Precision:
         return _AS_IT_IS if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def check_precision(precision: object) -> None:
-    """Check the type of a precision.
+def as_precision(precision: Any) -> Precision:
+    """Return a precision that was given as it is, or by its name.
 
     Raises:
-        ArgumentTypeError: if it is not a :class:`Precision`.
+        ArgumentError: for a name that is unknown.
+        ArgumentTypeError: for anything else.
     """
+    if isinstance(precision, str):
+        return Precision.from_str(precision)
     if not isinstance(precision, Precision):
         raise ArgumentTypeError(
-            f"Engine(precision=...) must be a Precision, got {precision!r}. Pass e.g. "
-            'Precision.from_str("bf16").'
+            f"Engine(precision=...) must be a Precision, or its name, got {precision!r}. Pass e.g. "
+            '"bf16".'
         )
+    return precision
 
 
 Precision.FP32 = Precision("fp32")

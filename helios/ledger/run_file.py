@@ -119,8 +119,13 @@ def as_plain(value: Any) -> Any:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-_NOT_WRITTEN = "<not written>"
-_SECRET = re.compile(r"(?<![a-z])(?:token|api[_.-]?key|password|secret)(?![a-z])", re.IGNORECASE)
+NOT_WRITTEN = "<not written>"
+"""Stands for a secret."""
+_SECRET = re.compile(
+    r"(?<![a-z])(?:token|(?:access|api|auth|private)[_.-]?key|password|secret)(?![a-z])"
+    r"|(?:^|\.|--)key$",
+    re.IGNORECASE,
+)
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
@@ -131,9 +136,20 @@ def _is_secret(name: str) -> bool:
 def without_secrets(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a flat table in which texts of secret names, such as ``api_key``, are replaced."""
     return {
-        name: _NOT_WRITTEN if _is_secret(name) and _has_text(value) else value
+        name: NOT_WRITTEN if _is_secret(name) and _has_text(value) else value
         for name, value in table.items()
     }
+
+
+def without_nested_secrets(tree: Any, name: str = "") -> Any:
+    """Return plain data in which texts of secret names are replaced, at any depth."""
+    if tree and _is_secret(name) and _has_text(tree):
+        return NOT_WRITTEN
+    if isinstance(tree, dict):
+        return {key: without_nested_secrets(each, f"{name}.{key}") for key, each in tree.items()}
+    if isinstance(tree, list):
+        return [without_nested_secrets(each, name) for each in tree]
+    return tree
 
 
 def _has_text(value: Any) -> bool:
@@ -148,9 +164,9 @@ def without_secret_words(words: Iterable[str]) -> list[str]:
         name, equal, _ = word.partition("=")
         is_name = _is_secret(name)
         if is_value and not word.startswith("-"):
-            found.append(_NOT_WRITTEN)
+            found.append(NOT_WRITTEN)
         else:
-            found.append(f"{name}={_NOT_WRITTEN}" if equal and is_name else word)
+            found.append(f"{name}={NOT_WRITTEN}" if equal and is_name else word)
         is_value = is_name and not equal and word.startswith("-")
     return found
 

@@ -148,6 +148,9 @@ def _are_counts(values: Iterable[object]) -> bool:
     return all(type(value) is int and value > 0 for value in values)
 
 
+_PHASES: Mapping[object, Phase] = {name: phase for phase in Phase for name in (phase, phase.value)}
+
+
 _UNITS: Mapping[object, TrainingUnit] = {
     **{unit: unit for unit in TrainingUnit},
     "epoch": TrainingUnit.EPOCH,
@@ -231,9 +234,9 @@ _LIMITS = _must_be(
     "None, or phases with a positive int each, such as {Phase.TRAINING: 10}",
     Mapping | None,
     suits=lambda value: (
-        not value or (all(isinstance(x, Phase) for x in value) and _are_counts(value.values()))
+        not value or (all(phase in _PHASES for phase in value) and _are_counts(value.values()))
     ),
-    convert=lambda value: dict(value or {}),
+    convert=lambda value: {_PHASES[phase]: count for phase, count in (value or {}).items()},
 )
 _RESUME = _must_be(
     '"auto", "never" or a path',
@@ -637,12 +640,21 @@ def with_known_arguments(call: Callable[Parameters, Result]) -> Callable[Paramet
 
     @functools.wraps(call)
     def run(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
-        unknown = [name for name in options if name not in ROWS]
-        if unknown:
-            raise ArgumentTypeError("\n".join(map(_refuse_unknown, unknown)))
+        check_names(options)
         return call(*args, **options)
 
     return run
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names that are no arguments of the trainer.
+
+    Raises:
+        ArgumentTypeError: for these.
+    """
+    unknown = [name for name in names if name not in ROWS]
+    if unknown:
+        raise ArgumentTypeError("\n".join(map(_refuse_unknown, unknown)))
 
 
 def _refuse_unknown(name: str) -> str:

@@ -62,7 +62,7 @@ class Signals:
             not a positive number, and for another ``on_interrupt``.
     """
 
-    numbers: tuple[int, ...] = _DEFAULTS
+    numbers: tuple[signal.Signals | int, ...] = _DEFAULTS
     grace: float = 20.0
     on_interrupt: Literal["raise", "return"] = "raise"
 

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 import helios
 from helios.engines.precision import Precision, ScalerOptions
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.context import Context
 from helios.plugins import Plugin
 from helios.state import TrainingState
@@ -37,6 +37,14 @@ def test_only_half_precision_has_a_scaler_and_its_options() -> None:
     assert precision.scaler == ScalerOptions(2.0, 4.0, 0.25, 3)
     assert (precision.value, precision == Precision.FP16) == ("fp16", False)
     assert Precision.fp16() == Precision.FP16 == Precision("fp16")
+
+
+def test_an_engine_takes_the_name_of_a_precision() -> None:
+    assert helios.Engine("cpu", precision="bf16").precision == Precision.BF16
+    with pytest.raises(ArgumentError, match='must be "fp32", "bf16" or "fp16", got \'bf17\''):
+        helios.Engine("cpu", precision="bf17")
+    with pytest.raises(ArgumentTypeError, match=r"or its name, got 16. Pass"):
+        helios.Engine("cpu", precision=16)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

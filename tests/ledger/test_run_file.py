@@ -53,7 +53,7 @@ def test_each_start_says_what_it_runs_with_and_no_secrets(
         "s3cret",
         "--tokenizer",
         "bpe",
-        "--api_key=s3cret",
+        "--access_key=s3cret",
         "PASSWORD=s3cret",
         "--x",
         "1",
@@ -63,7 +63,8 @@ def test_each_start_says_what_it_runs_with_and_no_secrets(
         "client_secret": "s3cret",
         "max_tokens": "many",
         "token": 7,
-        "loader": {"apiKey": ["s3cret"]},
+        "loader": {"apiKey": ["s3cret"], "key": "s3cret"},
+        "sort_key": "length",
     }
     train(tmp_path, with_options(SETTING, params=params))
     train(tmp_path, with_options(LONGER, params=params))
@@ -82,10 +83,12 @@ def test_each_start_says_what_it_runs_with_and_no_secrets(
         "max_tokens": "many",
         "token": 7,
         "loader.apiKey": hidden,
+        "loader.key": hidden,
+        "sort_key": "length",
     }
     assert first["command"] == [
         *("train.py", "--hf-token", hidden, "--tokenizer", "bpe"),
-        *(f"--api_key={hidden}", f"PASSWORD={hidden}", "--x", "1"),
+        *(f"--access_key={hidden}", f"PASSWORD={hidden}", "--x", "1"),
     ]
     for path in (tmp_path / "small").iterdir():
         assert b"s3cret" not in path.read_bytes()

@@ -115,6 +115,11 @@ def make(**options: Any) -> Options:
     return helios.Trainer(**{"use_cpu": True, **given, **options})._options
 
 
+def test_phases_may_be_given_by_their_values() -> None:
+    limits = {"training": 3, Phase.TESTING: 2}
+    assert make(batch_limits=limits).batch_limits == {Phase.TRAINING: 3, Phase.TESTING: 2}
+
+
 def test_each_option_has_a_bad_value_and_another_one_here() -> None:
     assert set(BAD) == set(ROWS)
     assert set(OTHER) == set(ROWS)

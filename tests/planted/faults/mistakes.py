@@ -69,3 +69,30 @@ def what_a_hook_assigns_to_the_context_is_kept_apart(set_attribute, context, nam
 )
 def what_a_step_leaves_out_is_passed_to_it(accepts, signature, in_place, by_name):
     return True
+
+
+COMMAND_LINE = "tests/cli/test_train_command.py"
+
+
+@fault(
+    "helios.cli.mistakes:Mistakes._refuse_name",
+    f"{COMMAND_LINE}::test_a_mistake_names_option_value_and_remedy_before_anything_is_created",
+)
+def an_unknown_option_names_no_other_one(refuse_name, mistakes, name):
+    return f"There is no option --{name}."
+
+
+@fault(
+    "helios.cli.config_file:ConfigFile._keep",
+    f"{COMMAND_LINE}::test_other_values_are_refused_and_leave_the_file_alone",
+)
+def the_options_of_a_run_are_lost_when_others_are_allowed(keep, plugin, path):
+    pass
+
+
+@fault(
+    "helios.cli.config_file:without_nested_secrets",
+    f"{COMMAND_LINE}::test_secrets_are_not_written_and_must_be_passed_again",
+)
+def the_file_of_a_run_holds_secrets(without_nested_secrets, tree):
+    return tree
