@@ -352,7 +352,11 @@ class ScoringLoop(EvaluationLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._log = StepLog(lambda: self._batch_size)
+        # Ranks get the loop, so no function that only this process can have.
+        self._log = StepLog(self._find_batch_size)
+
+    def _find_batch_size(self) -> int | None:
+        return self._batch_size
 
     def reset(self) -> None:
         """Begin a pass with empty totals."""
