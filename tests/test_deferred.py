@@ -111,6 +111,7 @@ call("report", "D")
         ["migrate", "."],
         ["export", "small_epoch_1_iter_2.pth", "--to", "pt"],
         ["replay", "train.py"],
+        ["doctor"],
     ],
 )
 def test_a_command_that_needs_pytorch_says_so_where_there_is_none(

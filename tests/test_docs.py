@@ -166,7 +166,8 @@ def test_a_recipe_that_is_killed_ends_with_the_same_ledgers(
 
     def run(folder: str, *plugins: helios.Plugin) -> dict[str, bytes]:
         def construct_saving(self: helios.Trainer, **options: Any) -> None:
-            saving = {"chkpt_frequency": 1, "chkpt_root": "runs", "on_incomplete": "raise"}
+            options = {"chkpt_root": "runs"} | options
+            saving = {"chkpt_frequency": 1, "on_incomplete": "raise"}
             plugged = [*options.pop("plugins", ()), *plugins]
             construct(self, **options | saving, plugins=plugged)
 

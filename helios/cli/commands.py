@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-import platform
 import sys
 from collections.abc import Callable, Sequence
 
@@ -129,10 +128,7 @@ def describe_this_machine(_: argparse.Namespace) -> Answer:
     may change them. Exit code 0. 2: PyTorch cannot be imported.
     """
     # Only a command that is used may import PyTorch.
-    import torch
+    from helios.core.environment import describe_process
 
-    from helios.ledger.environment import describe_machine
-
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    facts = {"helios": __version__, "system": platform.platform(), **describe_machine(device)}
+    facts = describe_process()
     return Answer(output.facts(facts), facts)

@@ -17,8 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from helios import plugins
-from helios.start.options import ROWS
-from helios.start.options import MEANT
+from helios.start.options import MEANT, ROWS
 
 _INNER = re.compile(
     r'Parser key "([\w.]+)":(?s:.*?)\n( *)(?:- )?'

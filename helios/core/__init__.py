@@ -8,12 +8,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from helios.core import cuda, rng
+from helios.core.environment import get_env_info_str
 from helios.core.registry import Registry, update_all_registries
 from helios.core.utils import (
     AverageTimer,
     ChdirContext,
     convert_to_list,
-    get_env_info_str,
     get_from_optional,
     safe_torch_load,
 )

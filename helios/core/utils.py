@@ -8,7 +8,6 @@ import gc
 import inspect
 import operator
 import os
-import platform
 import re
 import sys
 import time
@@ -19,15 +18,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from helios.core.environment import get_env_info_str as get_env_info_str
 from helios.errors import ArgumentTypeError, UsageError
 from helios.text import size_text
-from helios.version import __version__
 
 if sys.version_info >= (3, 14):
     import annotationlib
@@ -140,31 +138,6 @@ def safe_torch_load(f: str | os.PathLike[str] | BinaryIO, **kwargs: Any) -> Any:
     """
     # A file of the user, not in the format of Helios, so the codec cannot decode it.
     return torch.load(f, weights_only=True, **kwargs)  # noqa: TID251
-
-
-def get_env_info_str() -> str:
-    """Return a banner with the versions and hardware that a run's bits may depend on."""
-    facts = {
-        "Helios": __version__,
-        "PyTorch": torch.__version__,
-        "Python": platform.python_version(),
-        "NumPy": np.__version__,
-        "CUDA": torch.version.cuda or "not built in",
-        "System": platform.platform(),
-        "Device": _describe_device(),
-        "Threads": torch.get_num_threads(),
-    }
-    width = max(map(len, facts))
-    lines = [f"  {name:<{width}}  {value}" for name, value in facts.items()]
-    rule = "=" * max(map(len, lines))
-    return "\n".join([rule, *lines, rule])
-
-
-def _describe_device() -> str:
-    if not torch.cuda.is_available():
-        return f"CPU ({platform.machine()})"
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return ", ".join(names)
 
 
 @contextmanager

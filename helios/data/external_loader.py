@@ -12,6 +12,7 @@ import copy
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, get_num_threads
@@ -76,7 +77,9 @@ class ExternalSource(Source):
         self._stateful = holder = _find_stateful(loader)
         self.resumes_by = CannotResume(_advise(loader)) if holder is None else ByOwnState(holder)
         self._listeners = _find_listeners(loader, sampler)
-        self._length = _count_batches(loader)
+        # PyTorch only estimates the length of a stream.
+        is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+        self._length = None if is_stream else length_of(loader)
         self._held_state: dict[str, Any] | None = None
         self._is_over = False
         self._end_state: list[Any] = []
@@ -106,15 +109,10 @@ class ExternalSource(Source):
         self.release_state()
         for listener in self._listeners:
             listener.set_epoch(epoch)
-        replica = self._share.block.start
         position = Position(
-            run_seed=self._run_seed,
-            purpose=self._purpose,
-            epoch=epoch,
-            batch=batch,
-            sample=sample,
-            replica=replica,
+            run_seed=self._run_seed, purpose=self._purpose, epoch=epoch, batch=batch, sample=sample
         )
+        position = replace(position, replica=self._share.block.start)
         if self._share.num_replicas > 1:
             self._seed_workers(position)
         if self._length is not None:
@@ -235,13 +233,6 @@ def _find_listeners(loader: Any, sampler: Any) -> list[HasEpoch]:
         parts += [loader.sampler, loader.batch_sampler, loader.dataset]
     unique = {id(part): part for part in parts}
     return [part for part in unique.values() if isinstance(part, HasEpoch)]
-
-
-def _count_batches(loader: Any) -> int | None:
-    """Return the length of a loader; ``None`` for an IterableDataset, which PyTorch estimates."""
-    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        return None
-    return length_of(loader)
 
 
 def _next_or_end(batches: Iterator[Any]) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sized
 from dataclasses import is_dataclass
 from operator import itemgetter
 from pathlib import PurePath
+from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -100,9 +101,9 @@ def _fingerprints(dataset: Any, depth: int) -> Iterator[str]:
 def describe_values(part: Any) -> dict[str, str]:
     """Return what a data set has in tensors, arrays and containers of them, numbers and text.
 
-    Nothing is fetched or changed. Attributes of its class count; what the class declares as
-    ``unsaved`` does not, nor does anything else that may differ from process to process: single
-    values, folders in paths, objects.
+    Nothing is fetched or changed. Attributes of its class and variables of a script that its
+    methods name count; what the class declares as ``unsaved`` does not, nor does anything else that
+    may differ from process to process: single values, folders in paths, objects.
 
     Args:
         part: the data set, without those that it wraps.
@@ -114,6 +115,9 @@ def describe_values(part: Any) -> dict[str, str]:
     held: dict[str, Any] = {}
     for base in reversed(type(part).__mro__):
         if base.__module__.partition(".")[0] not in ("builtins", "typing", "torch", "helios"):
+            for method in (each for each in vars(base).values() if type(each) is FunctionType):
+                known = method.__globals__
+                held |= {name: known[name] for name in method.__code__.co_names if name in known}
             held |= {name: value for name, value in vars(base).items() if name[:2] != "__"}
     held |= attributes_of(part) | {"": part}
     return {
@@ -123,7 +127,16 @@ def describe_values(part: Any) -> dict[str, str]:
     }
 
 
-_COMPARED = (Tensor, np.ndarray, list, tuple, dict)
+@runtime_checkable
+class _Frame(Protocol):
+    """A table or column of pandas."""
+
+    iloc: Any
+
+    def __len__(self) -> int: ...
+
+
+_COMPARED = (Tensor, np.ndarray, list, tuple, dict, _Frame)
 
 
 def describe_content(value: Any) -> str:
@@ -157,7 +170,9 @@ def _excerpt(value: Any, num_bytes: int, depth: int = 0, *, is_sample: bool = Fa
         return _rows(value, num_bytes)
     # Members of members are many.
     most = max(_MOST_MEMBERS >> 5 * depth, 8)
-    if is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, _Frame):
+        value = value.iloc[_spread(len(value), most)].to_numpy().tolist()
+    elif is_dataclass(value) and not isinstance(value, type):
         value = attributes_of(value)
     elif isinstance(value, set | frozenset):
         value = dict.fromkeys(value)

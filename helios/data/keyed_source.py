@@ -129,7 +129,9 @@ class KeyedSource(Source):
         position = self._place(epoch, batch, sample)
         return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
 
-    def fetch_again(self, epoch: int, batch: int) -> tuple[list[Any], list[Content]] | None:
+    def fetch_again(
+        self, epoch: int, batch: int, times: int = 1
+    ) -> list[tuple[list[Any], list[Content]]] | None:
         """Fetch the batches of one iteration; not if a user's sampler has a state or splits."""
         position = self._place(epoch, batch, self._deal.first_sample(batch))
         hands = self._deal.hands_at(position, self.loader.keyed_dataset.dataset)
@@ -141,10 +143,13 @@ class KeyedSource(Source):
         # Copies, because the data set may change a list.
         items = [
             Keyed(key, copy.copy(indices), reads_content=True)
+            for _ in range(times)
             for key, indices in zip(keys, own, strict=False)
         ]
         with rng.stream(keys[0]):
-            return own, self.loader.read_again(position, items)
+            contents = self.loader.read_again(position, items)
+        size = len(own)
+        return [(own, contents[n * size : (n + 1) * size]) for n in range(times)]
 
     @property
     def _can_skip(self) -> bool:
@@ -152,11 +157,7 @@ class KeyedSource(Source):
 
     def _place(self, epoch: int, batch: int, sample: int) -> Position:
         return Position(
-            run_seed=self._run_seed,
-            purpose=self._purpose,
-            epoch=epoch,
-            batch=batch,
-            sample=sample,
+            run_seed=self._run_seed, purpose=self._purpose, epoch=epoch, batch=batch, sample=sample
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,14 +46,8 @@ def open_sources(
     is_several = isinstance(found, list | Mapping)
     sources = []
     for number, (name, loader, sampler) in enumerate(_entries(found, f"loaders of {label}")):
-        own_purpose = f"{purpose}-{number}" if number else purpose
-        source = open_source(
-            loader,
-            sampler,
-            run_seed=run_seed,
-            purpose=own_purpose,
-            share=share,
-        )
+        own = f"{purpose}-{number}" if number else purpose
+        source = open_source(loader, sampler, run_seed=run_seed, purpose=own, share=share)
         if source.num_batches() == 0:
             where = f" in loader {name!r}" if is_several else ""
             raise ArgumentError(

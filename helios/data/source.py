@@ -74,11 +74,6 @@ class ByOwnState:
 
     holder: Stateful
 
-    @property
-    def name(self) -> str:
-        """The class of the holder."""
-        return type(self.holder).__qualname__
-
 
 @dataclass(frozen=True)
 class CannotResume:
@@ -456,7 +451,9 @@ class Source(ABC):
         """Return the indices of one iteration in a pass without a limit."""
         return None
 
-    def fetch_again(self, epoch: int, batch: int) -> tuple[list[Any], list[Content]] | None:
+    def fetch_again(
+        self, epoch: int, batch: int, times: int = 1
+    ) -> list[tuple[list[Any], list[Content]]] | None:
         """Fetch the batches of one iteration once more, beside any pass.
 
         The data set changes as by any fetch; nothing else does.
@@ -464,10 +461,11 @@ class Source(ABC):
         Args:
             epoch: number of the pass, from 0.
             batch: number of the iteration, from 0.
+            times: how often, one right after the other.
 
         Returns:
-            The indices of the samples and what was read, for each replica of this process;
-            ``None`` if only a pass from its beginning would fetch them.
+            For each time the indices of the samples and what was read, for each replica of this
+            process; ``None`` if only a pass from its beginning would fetch them.
         """
         return None
 
@@ -479,15 +477,22 @@ class Source(ABC):
             numbers: numbers of batches, from 1, over all epochs, with skipped ones.
 
         Raises:
-            ArgumentError: if the source cannot skip.
+            ArgumentError: if the source cannot skip, or if nothing would be left of an epoch.
         """
         if numbers and self.num_batches() is None and not self.is_endless:
             raise ArgumentError(
                 "Trainer(skip_batches=...) must be omitted with data of unknown length: the length "
                 "of an epoch says which batch has a number. Give the batch sampler a __len__."
             )
-        if numbers:
-            self.skip([self.place_of(number) for number in numbers])
+        places = [self.place_of(number) for number in numbers]
+        if places:
+            self.skip(places)
+        for epoch, _ in places:
+            if self.count_skipped(epoch) == self.num_batches():
+                raise ArgumentError(
+                    "Trainer(skip_batches=...) must leave at least one batch of each epoch, but "
+                    f"names all of epoch {epoch + 1}. Skip fewer."
+                )
 
     @final
     def place_of(self, number: int) -> tuple[int, int]:

@@ -352,7 +352,6 @@ class ScoringLoop(EvaluationLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        # Ranks get the loop, so no function that only this process can have.
         self._log = StepLog(self._find_batch_size)
 
     def _find_batch_size(self) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from helios.best import Mode, check_mode, is_better
@@ -123,7 +124,8 @@ class EarlyStopping(Plugin):
             )
             self._has_stopped = False
             self._count = 0
-        score = self.context.gather(self._read())[0]
+        own = read_score(self.context.model.metrics, self._metric, "EarlyStopping")
+        score = self.context.gather(own)[0]
         if not math.isfinite(score):
             _LOGGER.warning(
                 "The validation score %r is %s: plugin %r counts it as no improvement.",
@@ -162,16 +164,6 @@ class EarlyStopping(Plugin):
         self._count = state_dict["count"]
         self._has_stopped = state_dict["has_stopped"]
 
-    def _read(self) -> float:
-        scores = self.context.model.metrics
-        if self._metric not in scores:
-            raise UsageError(
-                f"EarlyStopping(metric={self._metric!r}) must name a validation score; there are "
-                f"{sorted(scores) or 'none'}. Return it from valid_step, put it into "
-                "self.val_scores, or correct the name."
-            )
-        return float(scores[self._metric])
-
     def _is_improvement(self, score: float) -> bool:
         if not math.isfinite(score):
             return False
@@ -190,3 +182,22 @@ class EarlyStopping(Plugin):
                 f"(patience {self._patience})"
             )
         return ""
+
+
+def read_score(scores: Mapping[str, Any], metric: str, owner: str) -> float:
+    """Return a validation score as a number.
+
+    Args:
+        scores: the scores of the model, by name.
+        metric: name of the score.
+        owner: what was given the name, for messages.
+
+    Raises:
+        UsageError: if the score is missing.
+    """
+    if metric not in scores:
+        raise UsageError(
+            f"{owner}(metric={metric!r}) must name a validation score; there are "
+            f"{sorted(scores) or 'none'}. Log it in valid_step: self.log({metric!r}, value)."
+        )
+    return float(scores[metric])

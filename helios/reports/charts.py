@@ -215,6 +215,30 @@ def draw_over(curves: Mapping[str, Mapping[str, Curve]], target: Path) -> None:
             figure.savefig(partial, format=target.suffix[1:], dpi=150)
 
 
+def draw_trials(
+    scores: Mapping[str, Mapping[int, float]], best: Mapping[int, float], target: Path
+) -> None:
+    """Write a picture of the scores of a sweep.
+
+    Args:
+        scores: of finished and of pruned trials, by these words and by number.
+        best: the best score so far, by the number of the trial.
+        target: its suffix says the format.
+    """
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        axes = figure.subplots()
+        for (name, found), marker in zip(scores.items(), "ox", strict=True):
+            axes.plot([*found], [*found.values()], marker, label=name)
+        axes.step([*best], [*best.values()], where="post", color="C7", label="best so far")
+        _scale(axes, [np.asarray([*found.values()]) for found in scores.values()])
+        axes.set_xlabel("trial")
+        axes.set_ylabel("score")
+        axes.legend()
+        with files.replacing(target) as partial:
+            figure.savefig(partial, format=target.suffix[1:], dpi=150)
+
+
 def _add_legend(figure: Figure, looks: Mapping[str, tuple[str, Any]]) -> None:
     handles = [mpl.lines.Line2D([], [], color=c, linestyle=s) for c, s in looks.values()]
     # A label that begins with an underscore would be left out.

@@ -35,16 +35,7 @@ from helios.state.values import is_large
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_SHOWN = 8
-_UNKNOWN = (
-    "Whether the training data is the same as before cannot be checked: %s depends on what the "
-    "data set has fetched before, or on what the run or a hook has set in it."
-)
-_NOT_REPRODUCIBLE = (
-    "The training data is not reproducible: %s gives other content each time it is fetched, in the "
-    "same state and under the same key, so a resumed run differs from an uninterrupted one. Draw "
-    "from random, torch or numpy.random, which Helios seeds for each batch, and read neither times "
-    "nor unordered sets."
-)
+_UNKNOWN = "Whether the training data is the same as before cannot be checked: %s depends on %s."
 
 
 class _Trained(NamedTuple):
@@ -62,10 +53,6 @@ class _Seen(NamedTuple):
     data: list[Any]
     samples: list[Any]
     error: str
-
-    def shows(self, trained: _Trained) -> bool:
-        """Whether it is the batch that was trained on."""
-        return not self.error and self.data == trained.data
 
 
 @final
@@ -101,10 +88,27 @@ class DataCheck:
         self._suspect: _Seen | None = None
 
     def before_load(self) -> None:
-        """Fetch the batch."""
-        if self._trained is not None:
-            alone = self._fetch(self._trained)
-            self._suspect = None if alone.shows(self._trained) else alone
+        """Fetch the batch, and find out what a difference may mean."""
+        trained = self._trained
+        if trained is None:
+            return
+        (alone,) = self._fetch(1)
+        if self._matches(alone):
+            return
+        first, second = self._fetch(2)
+        place = f"the batch of iteration {trained.iteration}"
+        if alone.error or alone == first == second:
+            self._suspect = alone
+        elif alone != first:
+            self._warn(
+                "The training data is not reproducible: %s gives other content each time it is "
+                "fetched, in the same state and under the same key, so a resumed run differs from "
+                "an uninterrupted one. Draw from random, torch or numpy.random, which Helios "
+                "seeds for each batch, and read neither times nor unordered sets.",
+                place,
+            )
+        else:
+            _LOGGER.info(_UNKNOWN, place, "what the data set has fetched before")
 
     def after_hooks(self, is_followed: bool) -> None:
         """Say that the data is another, if the batch still differs; only once.
@@ -118,18 +122,14 @@ class DataCheck:
         trained, alone = self._trained, self._suspect
         if trained is None or alone is None:
             return
-        seen = self._fetch(trained)
-        is_same = seen.shows(trained)
-        if is_same or not is_followed:
+        (seen,) = self._fetch(1)
+        if self._matches(seen) or not is_followed:
             self._suspect = None
-        if is_same or is_followed:
+        if self._suspect is not None or self._matches(seen):
             return
-        place = f"the batch of iteration {trained.iteration}"
         if not seen.error and seen != alone and seen.data[0] == trained.data[0]:
-            if self._fetch(trained) == seen:
-                _LOGGER.info(_UNKNOWN, place)
-            else:
-                self._warn(_NOT_REPRODUCIBLE, place)
+            place = f"the batch of iteration {trained.iteration}"
+            _LOGGER.info(_UNKNOWN, place, "what the run or a hook has set in the data set")
             return
         text = _describe(trained, seen)
         self._note(f"other training data than at iteration {trained.iteration}")
@@ -143,25 +143,31 @@ class DataCheck:
         if self._replicas.rank == 0:
             _LOGGER.warning(text, *values)
 
-    def _fetch(self, trained: _Trained) -> _Seen:
-        """Fetch the batch; returns what all processes have seen."""
-        replicas, error = self._replicas, ""
-        found: tuple[list[Any], list[Any]] | None = None
+    def _matches(self, seen: _Seen) -> bool:
+        return self._trained is not None and not seen.error and seen.data == self._trained.data
+
+    def _fetch(self, times: int) -> list[_Seen]:
+        """Fetch the batch, one time after another; returns what all processes have seen."""
+        trained, replicas, error = self._trained, self._replicas, ""
+        assert trained is not None
+        found: list[Any] | None = []
         try:
             with self._data_kept():
-                found = self._source.fetch_again(trained.epoch, trained.batch)
+                found = self._source.fetch_again(trained.epoch, trained.batch, times)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        numbers, hands = None, list[Any]()
-        if found is not None:
-            hands, contents = found
-            numbers = as_numbers(add_up(replicas.local_replicas, contents, hands))
-        everybodys = replicas.gather_objects((numbers, hands, error))
+        own = []
+        for hands, contents in found or ():
+            seen = as_numbers(add_up(replicas.local_replicas, contents, hands))
+            own.append((seen, hands))
+        everybodys = replicas.gather_objects((own, found is not None, error))
         errors = next(filter(None, (failure for *_, failure in everybodys)), "")
-        if errors or any(own is None for own, *_ in everybodys):
+        if errors or not all(known for _, known, _ in everybodys):
             # An order that is not known cannot be compared.
-            return _Seen([] if errors else trained.data, [], errors)
-        return _join([(own, hands) for own, hands, _ in everybodys])
+            data = [] if errors else trained.data
+            return [_Seen(data, [], errors)] * times
+        rounds = zip(*(own for own, *_ in everybodys), strict=True)
+        return [_join([*each]) for each in rounds]
 
     @contextmanager
     def _data_kept(self) -> Iterator[None]:

@@ -23,11 +23,11 @@ from helios.checkpoint.capture import choose_trained
 from helios.checkpoint.frozen import FrozenWeights, references_of
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level, level_of, list_missing
+from helios.core.environment import describe_machine
 from helios.counters import Phase
 from helios.data.source import Source
 from helios.engines.numerics import numerics
 from helios.errors import ArgumentError, Interrupted, RunMismatchError, StateError, UsageError
-from helios.ledger.environment import describe_machine
 from helios.ledger.run_file import without_secret_words
 from helios.listeners import Recorder, RunListener
 from helios.loops.loop import LoopStates

@@ -121,12 +121,6 @@ class HangWatch:
             self._is_over.set()
             thread.join(1.0)
 
-    def describe(self) -> str:
-        """Return where this process is; for any thread."""
-        place = self._find_place()
-        since = f" since {self._since}" if place.order == self._place.order else ""
-        return f"{place.step}: {place.text}{since}"
-
     def _watch(self) -> None:
         before = time.monotonic()
         while not self._is_over.wait(self._pause):

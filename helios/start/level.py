@@ -225,7 +225,7 @@ def determine_trust(source: Source, record: Record | None, *, can_save: bool) ->
         return _judge_stream(source, record, can_save=can_save)
     if not isinstance(source.resumes_by, ByOwnState):
         return Findings()
-    name = source.resumes_by.name
+    name = type(source.resumes_by.holder).__qualname__
     word, place = f"claimed by {name}", f"data: {name}"
     tried = f"{word}, tried at the first start"
     if record is not None:

@@ -10,9 +10,9 @@ from typing import Any, final
 from torch import Tensor
 
 from helios.checkpoint.sidecar import Sidecar
+from helios.core.environment import describe_git
 from helios.ledger import run_file
 from helios.ledger.book import EVERY, Book
-from helios.ledger.environment import describe_git
 from helios.ledger.line import LineReceiver, hash_of
 from helios.ledger.run_file import RunFile, host
 from helios.ledger.writer import LedgerWriter

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, final
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level, level_of
+from helios.checkpoint.sidecar import Sidecar
 from helios.counters import Phase
 from helios.errors import ArgumentError, CheckpointError, LedgerError, UsageError
 from helios.ledger.book import FILE_NAME, parse_header, read_lines
@@ -112,7 +113,7 @@ def find_range(
         run_name: name of the run, which its checkpoints have.
 
     Raises:
-        UsageError: if the trainer has no folder.
+        UsageError: if the trainer has no folder, and if the run is below the level ``restart``.
         LedgerError: if the run has no ledger, or one without iterations.
         CheckpointError: if there is no checkpoint to begin with.
         ArgumentError: for iterations that the ledger does not hold.
@@ -147,6 +148,11 @@ def find_range(
         (number(each), each) for each in present if extent.after <= number(each) < stop
     )
     after, checkpoint = _choose(begins, asked.start, folder.path)
+    # The run may have resumed from any of them.
+    for place, path in begins:
+        sidecar = None if path is None or place < after else _read_sidecar(path)
+        if path is not None and sidecar is not None and sidecar.level:
+            _require_restart(Level(sidecar.level), f"according to {path.name}")
     return ReplayRange(
         ledger=ledger,
         checkpoint=checkpoint,
@@ -155,6 +161,24 @@ def find_range(
         meets_end=asked.stop is None and extent.has_ended,
         witness=checkpoint or (present[0] if present else None),
     )
+
+
+def _read_sidecar(path: Path) -> Sidecar | None:
+    try:
+        return loading.read_sidecar(path)
+    except (CheckpointError, OSError):
+        # Loading the checkpoint reports it, if it is the one that is needed.
+        return None
+
+
+def _require_restart(level: Level, source: str) -> None:
+    """Refuse a run whose bits are not exact, and say where that is known from."""
+    if level.height < Level.RESTART.height:
+        raise UsageError(
+            "A replay needs the level 'restart' or 'elastic', but the run has the level "
+            f"{level.value!r} ({source}): repeating it need not give the same bits, so a "
+            "difference would prove nothing. docs/reproducibility.md says what each level needs."
+        )
 
 
 def _measure(path: Path) -> _Extent:
@@ -353,12 +377,7 @@ class _Comparison:
 
     def _require_level(self, reproducibility: Reproducibility) -> None:
         level = level_of(reproducibility.findings, reproducibility.level)
-        if level.height < Level.RESTART.height:
-            raise UsageError(
-                "A replay needs the level 'restart' or 'elastic', but the run has "
-                f"{reproducibility}: repeating it need not give the same bits, so a difference "
-                "would prove nothing. docs/reproducibility.md says what each level needs."
-            )
+        _require_restart(level, str(reproducibility))
         parts, count = self._num_parts, self._run.replicas.num_processes
         if parts not in (0, count):
             raise UsageError(

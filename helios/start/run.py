@@ -384,7 +384,7 @@ class Run:
             timeout=self.options.hang_timeout,
             folder=self.folder if writes else None,
         )
-        with self.signals.describing(watch), watch.watching():
+        with watch.watching():
             yield
 
     @property

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from helios.best import BestValidation
 from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.checkpoint.record import Record
-from helios.core.utils import get_env_info_str
+from helios.core.environment import get_env_info_str
 from helios.core.wrappers import class_of
 from helios.counters import Phase, TrainingState
 from helios.data.source import Source

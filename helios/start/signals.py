@@ -21,7 +21,7 @@ from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, signal_name
 from helios.distributed.deadlines import in_time
 from helios.distributed.process_groups import has_lost_rank
 from helios.errors import ArgumentError, Interrupted
-from helios.start.hangs import HangWatch, end_process, say
+from helios.start.hangs import end_process, say
 
 _LOGGER = logging.getLogger(__name__)
 _DEFAULTS = tuple(
@@ -36,7 +36,7 @@ _REFUSED = (
     *("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"),
     "SIGCHLD",
 )
-_PLACE_SECONDS = 1.0
+_CODE_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,30 +97,14 @@ class Listener:
 
     Args:
         receiver: records signals; ``None`` if none are handled.
-        ending: what happens without a safe point; ``None`` if no signals are handled.
 
     Attributes:
         receiver: as given.
     """
 
-    def __init__(
-        self, receiver: SignalReceiver | None = None, ending: UnsavedEnd | None = None
-    ) -> None:
+    def __init__(self, receiver: SignalReceiver | None = None) -> None:
         self.receiver = receiver
-        self._ending = ending
         self._has_warned = False
-
-    @contextlib.contextmanager
-    def describing(self, watch: HangWatch) -> Iterator[None]:
-        """Let the end without a safe point say where the run stands, if it comes in the block."""
-        if self._ending is None:
-            yield
-            return
-        self._ending.watch = watch
-        try:
-            yield
-        finally:
-            self._ending.watch = None
 
     @property
     def number(self) -> int | None:
@@ -190,7 +174,7 @@ def listening(
         signals.numbers, grace=signals.grace, on_first=ending.look, give_up=ending.carry_out
     )
     with receiver.installed():
-        yield Listener(receiver, ending)
+        yield Listener(receiver)
 
 
 class UnsavedEnd:
@@ -203,13 +187,9 @@ class UnsavedEnd:
     Args:
         grace: the grace period in seconds.
         find_code: returns the exit code after a signal.
-
-    Attributes:
-        watch: knows where the run stands; ``None`` outside of a run.
     """
 
     def __init__(self, grace: float, find_code: Callable[[int], int]) -> None:
-        self.watch: HangWatch | None = None
         self._grace = grace
         self._find_code = find_code
         self._has_lost_rank = False
@@ -228,11 +208,9 @@ class UnsavedEnd:
             number: the signal that was not handled in time.
         """
         # The disk may be what the run waits for.
-        found = in_time(partial(self._find_code, number), _PLACE_SECONDS)
+        found = in_time(partial(self._find_code, number), _CODE_SECONDS)
         found = find_signal_code(number) if found is None else found
         code = 1 if self._has_lost_rank else found
-        watch = self.watch
-        place = "" if watch is None else in_time(watch.describe, _PLACE_SECONDS)
         advice = "For longer steps and validations, set Trainer(signals=Signals(grace=...))."
         if code == TRY_AGAIN:
             again = "Run the same command again to resume from the newest checkpoint."
@@ -240,9 +218,8 @@ class UnsavedEnd:
         elif self._has_lost_rank:
             advice = "Another rank had failed before: its log says why."
         say(
-            f"{f'{place}. ' if place else ''}No safe point was reached within {self._grace:g} s "
-            f"after {signal_name(number)}, so this process ends now, without saving, with exit "
-            f"code {code}. {advice}"
+            f"No safe point was reached within {self._grace:g} s after {signal_name(number)}, so "
+            f"this process ends now, without saving, with exit code {code}. {advice}"
         )
         end_process(code)
 

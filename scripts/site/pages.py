@@ -28,6 +28,11 @@ API: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "loops": ("Loops", (), ("helios.loops",)),
     "engines": ("Engines", ("helios.Engine", "helios.Precision"), ()),
     "ledger": ("Ledger", (), ("helios.ledger",)),
+    "sweep": (
+        "Sweeps",
+        ("helios.sweep.Sweep", "helios.sweep.Trial", "helios.sweep.TrialResult"),
+        (),
+    ),
     "options": ("Options, functions and state", (), ("helios",)),
     "errors": ("Errors", ("helios.HeliosError",), ("helios",)),
     "core": ("Utilities", (), ("helios.core",)),
@@ -40,6 +45,7 @@ _INTRO = {
     "loops": "[Loops](../loops.md) has the tree of loops and examples.",
     "engines": "[Engines](../engines.md) and [Precision](../precision.md) have examples.",
     "ledger": "[The ledger and replay](../ledger.md) has examples.",
+    "sweep": "[Sweeps](../recipes/sweeps.md) has an example.",
 }
 _AT_THE_TOP = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -59,6 +60,6 @@ def test_a_safe_load_returns_tensors_and_executes_nothing(tmp_path: Path) -> Non
 
 def test_the_banner_names_what_the_bits_depend_on() -> None:
     banner = core.get_env_info_str()
-    for fact in (__version__, torch.__version__, np.__version__, sys.version.split()[0], "CUDA"):
+    for fact in (__version__, torch.__version__, np.__version__, sys.version.split()[0]):
         assert fact in banner
-    assert f"Threads  {torch.get_num_threads()}" in banner
+    assert re.search(rf"threads +{torch.get_num_threads()}$", banner, re.MULTILINE)

@@ -286,7 +286,6 @@ WRONGS = {
     "the folder cannot be written to": Wrong(
         "ArgumentError", "can be created and written to", spoil=_refuse_writing
     ),
-    "a plugin claims what it does not do": Wrong("ArgumentError", "does not override"),
     "prepare_data() fails": Wrong("OSError", "no network"),
     "another run holds the lock": Wrong(
         "FolderInUseError",
@@ -312,7 +311,6 @@ WRONGS = {
 
 _AT_FIRST = ("the data module is none",)
 _IN_SETUP = ("setup() fails", "the model has no training step", "there is no training data")
-_CLAIMS = "a plugin claims what it does not do"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,14 +337,14 @@ SITUATIONS = {
     "fresh": Situation(
         "A new run",
         (
-            *(*_AT_FIRST, "the folder cannot be written to", _CLAIMS, "prepare_data() fails"),
+            *(*_AT_FIRST, "the folder cannot be written to", "prepare_data() fails"),
             *("another run holds the lock", *_IN_SETUP, "one score has two modes"),
         ),
     ),
     "resume": Situation(
         "A resume after a kill",
         (
-            *(*_AT_FIRST, "the number of replicas has changed", _CLAIMS, "prepare_data() fails"),
+            *(*_AT_FIRST, "the number of replicas has changed", "prepare_data() fails"),
             *("another run holds the lock", "the folder is of another run"),
             *("the folder cannot be written to", *_IN_SETUP, "one score has two modes"),
             *("a declared parameter has changed", "the data has changed"),
@@ -362,7 +360,7 @@ SITUATIONS = {
     "finished": Situation(
         "A run that has ended",
         (
-            *(*_AT_FIRST, "the number of replicas has changed", _CLAIMS, "prepare_data() fails"),
+            *(*_AT_FIRST, "the number of replicas has changed", "prepare_data() fails"),
             *("another run holds the lock", "the folder is of another run"),
             *("a declared parameter has changed", "setup() fails"),
         ),
@@ -370,14 +368,14 @@ SITUATIONS = {
     ),
     "evaluate": Situation(
         "An evaluation",
-        (*_AT_FIRST, _CLAIMS, "prepare_data() fails", "there is no checkpoint", "setup() fails"),
+        (*_AT_FIRST, "prepare_data() fails", "there is no checkpoint", "setup() fails"),
         before=0,
         act=lambda *given: helios.Trainer.test(*given, checkpoint="newest"),
     ),
     "replay": Situation(
         "A replay",
         (
-            *(*_AT_FIRST, "there is no ledger", "the number of replicas has changed", _CLAIMS),
+            *(*_AT_FIRST, "there is no ledger", "the number of replicas has changed"),
             *("prepare_data() fails", *_IN_SETUP, "one score has two modes"),
             *("a declared parameter has changed", "the data has changed"),
             "on_load_checkpoint() fails",
@@ -466,8 +464,6 @@ def play(folder: Path, situation: Situation, wrongs: Collection[str] = ()) -> Pl
 
 def _make_plugins(trail: Trail, wrongs: Collection[str]) -> list[Plugin]:
     told: list[Plugin] = [Told(trail)]
-    if _CLAIMS in wrongs:
-        told[0].unique_overrides.training_batch = True
     if "one score has two modes" in wrongs:
         told.append(EarlyStopping("score", patience=9, mode="min"))
     return told

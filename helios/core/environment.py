@@ -14,7 +14,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from helios.version import __version__
+
 _GIT_SECONDS = 2.0
+
+
+def get_env_info_str() -> str:
+    """Return a banner with the versions, devices and settings that a run's bits may depend on."""
+    facts = describe_process()
+    width = max(map(len, facts))
+    lines = [f"  {name:<{width}}  {value}" for name, value in facts.items()]
+    rule = "=" * max(map(len, lines))
+    return "\n".join([rule, *lines, rule])
+
+
+def describe_process() -> dict[str, str]:
+    """Return what affects results in this process, by name."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return {"helios": __version__, "system": platform.platform(), **describe_machine(device)}
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
