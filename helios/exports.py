@@ -30,11 +30,11 @@ from helios.errors import RunMismatchError as RunMismatchError
 from helios.errors import SaveError as SaveError
 from helios.errors import StateError as StateError
 from helios.errors import UsageError as UsageError
+from helios.finetune import load_weights as load_weights
 from helios.hooks.context import Context as Context
 from helios.model.model import Model as Model
 from helios.plugins.plugin import Plugin as Plugin
 from helios.sharding.units import Unit as Unit
-from helios.start.model_setup import load_weights as load_weights
 from helios.start.signals import Signals as Signals
 from helios.trainer import Trainer as Trainer
 from helios.trainer import find_last_checkpoint as find_last_checkpoint

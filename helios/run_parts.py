@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from helios.checkpoint.checkpoint_writer import CheckpointWriter
+from helios.checkpoint.frozen import FrozenWeights
 from helios.checkpoint.record import Record
 from helios.core.loss_means import LossLog, LossMeans
 from helios.counters import Phase
@@ -80,6 +81,7 @@ class RunParts:
         sanity_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
         owner_states: plain attributes of plugins, data module, loops and engine.
         findings: what limits the reproducibility of the run.
+        frozen: what checkpoints refer to instead of holding it; ``None`` if they hold everything.
         run_folder: folder of the run's checkpoints and records.
         is_replay: whether a part of a run is only repeated.
         outside: returns why the run is to be interrupted, if the reason came from outside.
@@ -110,6 +112,7 @@ class RunParts:
     sanity_steps: int = 0
     owner_states: Owners = field(default_factory=Owners)
     findings: Findings = field(default_factory=Findings)
+    frozen: FrozenWeights | None = None
     run_folder: Path | None = None
     is_replay: bool = False
     outside: Callable[[], str] = str

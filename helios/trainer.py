@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from helios.best import Scores
 from helios.checkpoint.file_names import find_last_checkpoint
@@ -39,6 +39,9 @@ from helios.start.replay import ReplayOptions, find_replay
 from helios.start.run import Run, only_call
 from helios.start.signals import Signals, find_swallowed, raise_interrupted
 from helios.start.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from helios.find_lr import LearningRates
 
 __all__ = [
     "Trainer",
@@ -490,6 +493,62 @@ class Trainer:
         found: Replay = self._call(Phase.TRAINING, model, datamodule, asked=asked)
         return found
 
+    def find_lr(
+        self,
+        model: Model,
+        datamodule: DataModule,
+        *,
+        lowest: float = 1e-7,
+        highest: float = 10.0,
+        num_steps: int = 100,
+        loss: str = "loss",
+    ) -> LearningRates:
+        """Search for a learning rate: train a few steps with one that grows, and forget them.
+
+        The rate of the first group of each optimizer grows exponentially; other groups keep their
+        ratio to it. Schedulers have no effect, and the search ends early once the loss diverges.
+
+        Model, data, generators and folders are as before, whatever has happened; what data sets and
+        networks hold in memory is copied for that. Of the plugins, only the one that maps batches
+        takes part. It runs in this process, with the replicas of the run, or in all processes of a
+        launcher. ``setup`` and the events of a training are called, except those of validations and
+        checkpoints: what your own hooks write to disks stays there.
+
+        Args:
+            model: the model, whose ``setup`` builds the optimizers.
+            datamodule: its data.
+            lowest: the first rate.
+            highest: the last rate.
+            num_steps: how many steps are trained, at most.
+            loss: the name of the loss, for a model with several.
+
+        Returns:
+            The rates and losses, ``suggestion``, and ``plot()`` for a picture.
+
+        Raises:
+            ArgumentError: if a value is invalid, or the model has no such loss (a ``ValueError``).
+            Interrupted: after a signal.
+            Exception: whatever user code raises.
+        """
+        from helios.find_lr import RangeTest, find_rates
+
+        def train(options: Options, plugins: PluginTable) -> None:
+            before = {name: each for name, each in vars(self).items() if name != "_exit_code"}
+            try:
+                self._call(Phase.TRAINING, model, datamodule, trial=(options, plugins))
+            finally:
+                vars(self).update(before)
+
+        return find_rates(
+            model,
+            datamodule,
+            RangeTest(lowest, highest, num_steps, loss),
+            train,
+            options=self._options,
+            plugins=[*self.plugins.values()],
+            loop=self.roots.fit,
+        )
+
     def _call(
         self,
         phase: Phase,
@@ -498,6 +557,7 @@ class Trainer:
         *,
         checkpoint: Choice = "auto",
         asked: ReplayOptions | None = None,
+        trial: tuple[Options, PluginTable] | None = None,
     ) -> Any:
         refuse_nested_start()
         result: Any = find_swallowed(self._options.signals)
@@ -505,7 +565,9 @@ class Trainer:
             with only_call():
                 check_subjects(model, datamodule)
                 self.model, self.datamodule = model, datamodule
-                result = self._perform(self._make_run(phase, checkpoint), asked)
+                options, plugins = trial or (self._options, self.plugins)
+                run = self._make_run(phase, checkpoint, options, plugins)
+                result = self._perform(run, asked)
         if isinstance(result, Interrupted):
             self._exit_code = result.code
             is_fit, signals = phase is Phase.TRAINING, self._options.signals
@@ -514,17 +576,19 @@ class Trainer:
             result = False
         return result
 
-    def _make_run(self, phase: Phase, checkpoint: Choice) -> Run:
+    def _make_run(
+        self, phase: Phase, checkpoint: Choice, options: Options, plugins: PluginTable
+    ) -> Run:
         assert self.model is not None
         assert self.datamodule is not None
         is_fit = phase is Phase.TRAINING
         if is_fit:
-            self._options.require_length()
+            options.require_length()
         self._trained = None if is_fit else self._trained
         self._run = Run(
             phase,
-            self._options,
-            self.plugins,
+            options,
+            plugins,
             self.roots,
             self.model,
             self.datamodule,

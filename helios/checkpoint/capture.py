@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from helios.checkpoint.frozen import complete, references_of
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.counters import Cursor, TrainingState
@@ -36,7 +37,7 @@ _OWN_KINDS = (FindingKind.OBSTACLE, FindingKind.UNSHARED)
 def capture(parts: RunParts) -> Record:
     """Return the whole state of a training, by reference; all processes call this together."""
     run, source = parts.run, parts.training_source
-    trained, own, lacking = _capture_objects(parts)
+    trained, own, lacking = _capture_objects(parts, leaves_out=True)
     model, owners = trained.model, trained.owners
     is_discovered = _is_discovered(parts.model)
     # A model that overrides state_dict may have a key of this name.
@@ -115,6 +116,8 @@ def apply(record: Record, parts: RunParts, *, state: TrainingState, cursor: Curs
     if record.loss_means is not None:
         parts.loss_means.restore(record.loss_means, state, parts.replicas.local_replicas)
     parts.training_source.load_state_dict(record.data["state"])
+    if parts.frozen is not None:
+        parts.frozen.keep(references_of(record.model))
     apply_trained(Trained.of(record), parts, is_inference=False)
 
 
@@ -155,7 +158,7 @@ def choose_trained(record: Record, replicas: Replicas) -> Trained:
 
 def capture_trained(parts: RunParts) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
-    trained, _, _ = _capture_objects(parts)
+    trained, _, _ = _capture_objects(parts, leaves_out=False)
     joined = parts.replicas.join_shards((trained.model, trained.plugins, trained.owners))
     return dataclasses.replace(
         trained, **dict(zip(("model", "plugins", "owners"), joined, strict=True))
@@ -163,11 +166,19 @@ def capture_trained(parts: RunParts) -> Trained:
 
 
 def _capture_objects(
-    parts: RunParts,
+    parts: RunParts, *, leaves_out: bool
 ) -> tuple[Trained, dict[str, dict[str, Any]], dict[str, str]]:
-    """Return what objects hold, what their own ``state_dict`` returned, and what is missing."""
+    """Return what objects hold, what their own ``state_dict`` returned, and what is missing.
+
+    Args:
+        parts: the objects of the run.
+        leaves_out: whether frozen weights that are as ``setup`` made them are left out, if the
+            store asks for that.
+    """
     with parts.model.discovery.keeping_names():
         model, engine = parts.model.state_dict(), _state_of_engine(parts.engine)
+        if leaves_out and parts.frozen is not None:
+            model = parts.frozen.leave_out(model)
         plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
         own = {"model": model, "engine": engine}
         own |= {**_named("plugin", plugins), **_named("loop", loops)}
@@ -187,6 +198,7 @@ def apply_trained(trained: Trained, parts: RunParts, *, is_inference: bool) -> N
     Raises:
         StateError: if an object refuses its state.
     """
+    trained = dataclasses.replace(trained, model=complete(trained.model, parts.model))
     if not is_inference:
         # One that a model of helios-ml made of its own has no such form.
         is_captured = _is_discovered(parts.model) and "objects" in trained.model

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from helios.checkpoint import file_names
+from helios.checkpoint.frozen import require_whole
 from helios.core.sharded_tensors import is_deferred, value_of
 from helios.core.wrappers import clean_names
 from helios.errors import ArgumentError, CheckpointError
@@ -85,7 +86,8 @@ def select_weights(
         CheckpointError: if there are no weights in it.
     """
     state = tree[file_names.KEY_MODEL]
-    networks = _networks_of(state)
+    require_whole(state, "The checkpoint")
+    networks = networks_of(state)
     if networks is None:
         weights = _select_from_own_state(state, network=network, average=average)
     else:
@@ -108,7 +110,7 @@ def select_weights(
     return weights
 
 
-def _networks_of(state: Any) -> dict[str, Mapping[str, Any]] | None:
+def networks_of(state: Any) -> dict[str, Mapping[str, Any]] | None:
     """Return the networks in a discovered state; ``None`` for a state of another form."""
     if not isinstance(state, Mapping) or not state.keys() >= {"objects", "flags", "parameters"}:
         return None

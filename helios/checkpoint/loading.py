@@ -400,7 +400,10 @@ def load_checkpoint(path: str | Path, safe_types: Iterable[Any] = ()) -> dict[st
     Raises:
         CheckpointError: if the file is damaged, of another version, or cannot be read.
     """
+    from helios.checkpoint.frozen import require_whole
+
     payload = load(as_local_path("load_checkpoint(path=...)", path), safe_types).payload
+    require_whole(payload[file_names.KEY_MODEL], path)
     state = TrainingState(**payload[file_names.KEY_TRAINING_STATE])
     return payload | {file_names.KEY_TRAINING_STATE: state}
 

@@ -14,6 +14,7 @@ from helios.best import BestRule, Mode, check_mode
 from helios.errors import ArgumentError, UsageError
 
 _ON_SAVE_ERROR = ("continue", "raise")
+_FROZEN = ("save", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,8 @@ class CheckpointStore:
         max_plain_bytes: maximum number of bytes of plain values (numbers, lists, arrays and tensors
             outside modules) in a checkpoint; values beyond that are reported, and the checkpoint is
             incomplete.
+        frozen: ``"reference"`` leaves out of checkpoints what is frozen and unchanged since
+            ``setup``, and stores its digest: each start must make the same, which it proves.
 
     Raises:
         ArgumentError: if a value is out of range.
@@ -99,6 +102,7 @@ class CheckpointStore:
     digest: bool = True
     on_save_error: str = "continue"
     max_plain_bytes: int = 64 * 2**20
+    frozen: str = "save"
 
     def __post_init__(self) -> None:
         name = "CheckpointStore"
@@ -117,6 +121,9 @@ class CheckpointStore:
         if self.on_save_error not in _ON_SAVE_ERROR:
             remedy = "Omit it to continue training."
             raise _fail(name, "on_save_error", '"continue" or "raise"', self.on_save_error, remedy)
+        if self.frozen not in _FROZEN:
+            remedy = "Omit it to save everything."
+            raise _fail(name, "frozen", '"save" or "reference"', self.frozen, remedy)
         if type(self.max_plain_bytes) is not int or self.max_plain_bytes < 0:
             remedy = "Pass e.g. 256 * 2**20; 0 saves no plain values."
             value = self.max_plain_bytes

@@ -536,6 +536,12 @@ class Source(ABC):
         ends = [end for end in (self.limit, stop) if end is not None]
         return sum(all(batch < end for end in ends) for batch in self._skipped.get(epoch, ()))
 
+    @property
+    @final
+    def skipping_epochs(self) -> list[int]:
+        """The epochs of which batches are skipped."""
+        return [epoch for epoch in self._skipped if self.count_skipped(epoch)]
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resume needs besides the position; often empty."""

@@ -24,6 +24,7 @@ from typing_extensions import TypeVar
 from helios.core.loss_means import as_number
 from helios.core.utils import Stateful
 from helios.counters import Cursor, Phase, TrainingState, TrainingUnit
+from helios.data.horizon import count_steps, count_steps_per_epoch
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, ReadOnlyError, UsageError
@@ -71,7 +72,7 @@ CHANGES = (
     Change(
         "stop, interrupt or save",
         "call `request_stop(reason)`, `interrupt(reason)` or `request_checkpoint()`",
-        ("max_epoch", "max_step"),
+        ("max_epoch", "max_step", "num_steps", "steps_per_epoch"),
     ),
     Change("log", "call `self.context.log({name: number})`"),
     Change(
@@ -366,6 +367,29 @@ class Context(Generic[RunModel]):
         schedule = self._parts.schedule
         is_length = schedule.unit is TrainingUnit.ITERATION
         return schedule.total_steps if is_length else schedule.max_steps
+
+    @property
+    def num_steps(self) -> int | None:
+        """Number of optimizer steps of the run if nothing ends it early; ``None`` if unknown.
+
+        Also in ``setup`` of the model: for a learning rate over the whole run.
+        """
+        return self._count(count_steps)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Number of optimizer steps of an epoch; ``None`` if unknown, or if epochs differ.
+
+        Also in ``setup`` of the model.
+        """
+        return self._count(count_steps_per_epoch)
+
+    def _count(self, count: Callable[..., int | None]) -> int | None:
+        parts, sources = self._parts, self._parts.sources.get(Phase.TRAINING)
+        if parts.schedulers is None or not sources:
+            # An evaluation.
+            return None
+        return count(parts.schedule, sources[0], is_manual=bool(self._run.is_manual))
 
     @property
     def dataloader(self) -> DataLoader[Any] | None:

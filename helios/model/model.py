@@ -146,13 +146,16 @@ class Model(Hooks, ABC):
     def context(self) -> Context:
         """The run as hooks see it, as in plugins: counters, phase, and ``context.log``.
 
+        In ``setup`` it only has ``num_steps`` and ``steps_per_epoch``.
+
         Raises:
-            UsageError: before ``setup`` has ended, and after the end of the run.
+            UsageError: outside a run, and between ``setup`` and the first event.
         """
         if self._run_context is None:
             raise UsageError(
-                f"{type(self).__name__} has no context here: a run sets it after setup(). Use it "
-                "in steps and events, such as train_step or on_fit_start."
+                f"{type(self).__name__} has no context here: a run sets it after setup(), in which "
+                "it only has num_steps and steps_per_epoch. Use it in steps and events, such as "
+                "train_step or on_fit_start."
             )
         return self._run_context
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from helios.checkpoint.capture import Trained, apply_trained, choose_trained
+from helios.checkpoint.frozen import references_of
 from helios.checkpoint.loading import Loaded
 from helios.core.loss_means import as_numbers
 from helios.counters import Cursor, Phase, TrainingState
@@ -123,7 +124,8 @@ def _set_up_for(run: Run, state: Trained | None) -> Callable[[RunParts], None]:
     """Set up what is evaluated; returns what gives it its state, once its objects are there."""
     if state is None and run.trained is not None:
         return _set_up_around(run, run.trained)
-    run.set_up(is_inference=True)
+    makes_base = state is not None and references_of(state.model) is not None
+    run.set_up(is_inference=True, is_resumed=state is not None, makes_base=makes_base)
     run.find_owners(run.open_saved_source(state))
     if state is None:
         run.model.load_for_testing()

@@ -20,6 +20,7 @@ import torch
 from helios.best import BestRule, BestSoFar, Mode
 from helios.checkpoint import file_names
 from helios.checkpoint.capture import choose_trained
+from helios.checkpoint.frozen import FrozenWeights, references_of
 from helios.checkpoint.record import Record
 from helios.core.environment import describe_machine
 from helios.counters import Phase
@@ -300,7 +301,12 @@ def set_up_training(
         # Logs of another run must not be truncated: a branch starts its own.
         logged = None if origin.is_branch else record
         run_log.open_logs(options, run.name, logged, is_training=True)
-    run.set_up(is_inference=False, is_resumed=record is not None)
+    store = options.store if options.can_save else None
+    has_references = store is not None and store.frozen == "reference"
+    refers = record is not None and references_of(record.model) is not None
+    run.set_up(
+        is_inference=False, is_resumed=record is not None, makes_base=has_references or refers
+    )
     source = _open_training_source(run)
     has_validation = run.open_source(Phase.VALIDATION) is not None
     schedule = options.plan(source.num_batches(), has_validation=has_validation)
@@ -308,7 +314,6 @@ def set_up_training(
     if origin.folder is not None:
         run.owners.limit(origin.folder.options.max_plain_bytes)
     run.require_alike_setup()
-    store = options.store if options.can_save else None
     warn_of_idle_options(schedule, store, run.model, has_validation=has_validation)
     findings = determine_trust(source, record, can_save=options.can_save)
     stranded = find_stranded_generators(source)
@@ -371,6 +376,7 @@ def set_up_training(
         sanity_steps=options.sanity_steps,
         loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),
         findings=findings,
+        frozen=FrozenWeights(run.model) if has_references else None,
         is_replay=run.replay is not None,
         outside=ask,
         check_record=partial(_require_complete, run),

@@ -1,4 +1,4 @@
-"""Sets a model up: its networks, their shards, or weights of another run."""
+"""Sets a model up: its networks and their shards."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from helios.checkpoint import loading
-from helios.checkpoint.loading import load_checkpoint
-from helios.core.sharded_tensors import RowShare
 from helios.engines.engine import Engine
-from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.bus import signature_of
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
@@ -27,11 +23,8 @@ from helios.sharding.recomputation import recomputed
 from helios.sharding.requirements import check_checkpointable, check_shardable
 from helios.sharding.units import Unit, find_in_networks, find_units
 from helios.start.keyed_init import KeyedInit
-from helios.start.objects import check_made
 from helios.start.options import Options
-from helios.state.optimizers import TRAINING_ONLY, load_into
 from helios.state.steps import check_alike
-from helios.storage.files import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -234,101 +227,3 @@ def _find_checkpointed(
     check_checkpointable(networks, found)
     _LOGGER.info("Activations of the units %s are computed again in backward.", ", ".join(found))
     return found
-
-
-def load_weights(path: str | Path, model: Model | nn.Module) -> None:
-    """Load the weights of a checkpoint, without counters, optimizers and random number generators.
-
-    Args:
-        path: a checkpoint of Helios.
-        model: a model whose networks are built (e.g. at the end of ``setup``), or one network; the
-            checkpoint must then hold exactly one with the same parameter names.
-
-    Raises:
-        ArgumentError: for a URL.
-        CheckpointError: if the file cannot be used.
-        UsageError: in a setup without values (``Trainer(init="keyed")``), for one network.
-        StateError: if no network of the checkpoint matches, or several do; also if the model has
-            no networks yet, as before ``setup``.
-        ArgumentTypeError: if ``model`` is neither a model nor a network.
-    """
-    path = as_local_path("load_weights(path=...)", path)
-    if isinstance(model, Model):
-        check_made(model)
-        if model.loads_after_setup is not None:
-            # Setup builds without values.
-            model.loads_after_setup.append((path.name, partial(_load_model, path, model)))
-            return
-        _load_model(path, model)
-    elif isinstance(model, nn.Module):
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise UsageError(
-                f"load_weights({str(path)!r}, ...) must get the Model in setup() with "
-                f'Trainer(init="keyed"), got a {type(model).__name__} that has no values yet. Pass '
-                "self, or call it in on_training_start if state.global_iteration is 0."
-            )
-        state = _find_fitting(load_checkpoint(path)["model"], model, path)
-        load_into("network", model, state)
-    else:
-        raise ArgumentTypeError(
-            f"load_weights(model=...) must be a Model or an nn.Module, got {model!r}."
-        )
-
-
-def _load_model(path: Path, model: Model, share: RowShare | None = None) -> None:
-    is_default = type(model).load_state_dict is Model.load_state_dict
-    types, share = model.types_for_safe_load(), share if is_default else None
-    state = loading.load(path, types, maps=share is not None, share=share).payload["model"]
-    if is_default and "objects" in state:
-        _require_networks(state, model, path)
-    if "objects" in state:
-        state = _without_training(state, model)
-    model.load_state_dict(state, fast_init=True)
-
-
-def _without_training(state: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return a state without optimizers and the like, frozen parameters, modes and gradients."""
-    named = model.discovery.named_objects().items()
-    passed_over = {path for path, part in named if isinstance(part, TRAINING_ONLY)}
-    tables = {
-        name: {path: part for path, part in state[name].items() if path not in passed_over}
-        for name in ("objects", "inner")
-    }
-    others = ("kinds", "members", "drivers", "tables", "flags", "grads")
-    return {**state, **tables, **{name: {} for name in others}}
-
-
-def _require_networks(state: Mapping[str, Any], model: Model, path: Path) -> None:
-    """Refuse a model to which nothing of the checkpoint would be loaded."""
-    present = {*model.discovery.modules(), *model.discovery.moved()[0]}
-    saved = {*state["objects"], *state.get("parameters", {})}
-    if present & saved or not (present or saved):
-        return
-    kind = type(model).__name__
-    if not present:
-        raise StateError(
-            f"load_weights({str(path)!r}, ...) must get a model whose networks are built, but "
-            f"{kind} has none yet. Call it as the last line of setup(): "
-            "helios.load_weights(path, self)."
-        )
-    raise StateError(
-        f"load_weights({str(path)!r}, ...) must find a network of {kind}, {sorted(present)}, in "
-        f"the checkpoint, but that holds {sorted(saved)}. Give the attributes the same names, or "
-        "pass one network instead of the model."
-    )
-
-
-def _find_fitting(state: Mapping[str, Any], network: nn.Module, path: Path) -> Any:
-    names = set(network.state_dict())
-    objects: Mapping[str, Any] = state.get("objects", state)
-    fitting = [
-        name
-        for name, saved in objects.items()
-        if isinstance(saved, Mapping) and set(saved) == names
-    ]
-    if len(fitting) != 1:
-        raise StateError(
-            f"load_weights({str(path)!r}, ...) must find one network with these parameter names, "
-            f"found {fitting or 'none'} among {sorted(objects)}. Pass the whole Model instead."
-        )
-    return objects[fitting[0]]

@@ -432,6 +432,9 @@ class Options:
         precision = self.precision if self.engine is None else self.engine.precision
         if self.sharding == "full" and precision is Precision.FP16:
             raise _refusal("precision", 'not fp16 with sharding="full"', "fp16", 'Pass "bf16".')
+        if self.sharding == "full" and self.store is not None and self.store.frozen != "save":
+            rule = 'one with frozen="save" with sharding="full"'
+            raise _refusal("store", rule, self.store, "Omit frozen.")
         for name in self.allow_changes:
             asked = name.removeprefix(PARAMS)
             if asked != name and not any(allows(asked, each) for each in self.params):

@@ -19,6 +19,7 @@ import torch
 
 from helios.checkpoint import file_names
 from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
+from helios.checkpoint.frozen import references_of
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.core.registry import update_all_registries
@@ -68,6 +69,7 @@ from helios.start.processes import (
     options_that_must_match,
     require_alike,
 )
+from helios.start.setup_context import SetupContext
 from helios.start.signals import Listener, find_signal_code
 from helios.start.stateful import find_owners
 from helios.start.trained_model import TrainedModel
@@ -511,7 +513,8 @@ class Run:
     def restore(self, trained: Trained) -> None:
         """Set everything up, with the results of a call that has ended."""
         is_inference = self.phase is not Phase.TRAINING
-        self.set_up(is_inference=is_inference, is_resumed=True)
+        makes_base = references_of(trained.model) is not None
+        self.set_up(is_inference=is_inference, is_resumed=True, makes_base=makes_base)
         self.find_owners(self.open_saved_source(trained))
         parts = self.make_inference_parts()
         self.begin(parts)
@@ -623,8 +626,16 @@ class Run:
         if self.phase is Phase.TRAINING:
             self.fresh = read_fresh(self.model, self.datamodule, self.owners.parts)
 
-    def set_up(self, *, is_inference: bool, is_resumed: bool = False) -> None:
-        """Set up everything."""
+    def set_up(
+        self, *, is_inference: bool, is_resumed: bool = False, makes_base: bool = False
+    ) -> None:
+        """Set up everything.
+
+        Args:
+            is_inference: whether the run does not train.
+            is_resumed: whether the state of a checkpoint replaces what is set up.
+            makes_base: whether that refers to weights that each start makes.
+        """
         self.set_up_others()
         run = self.options
         take_own_processor(self.model)
@@ -633,7 +644,14 @@ class Run:
         if self.engine.device.type != "cpu":
             # A trainer and its model know each other, so a run that was dropped keeps its memory.
             gc.collect()
-        again = build_networks(self.model, self.engine, run, is_inference=is_inference)
+        context = SetupContext(
+            self.model,
+            run.limits,
+            self._open_trained_source,
+            is_loaded_next=is_resumed and not makes_base,
+        )
+        with context.given():
+            again = build_networks(self.model, self.engine, run, is_inference=is_inference)
         self.settings.enter_context(again)
         if not is_inference:
             set_train_mode(self.model, warns=not is_resumed)
@@ -641,14 +659,25 @@ class Run:
         self.model.discovery.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
         note_own_log(self.model)
+        if not makes_base and (is_resumed or run.can_save):
+            context.check_loads()
         self.renew_hooks()
 
     def renew_hooks(self) -> None:
         """Let methods that setup has replaced receive events from here on."""
         self.hooks = self._make_bus()
 
+    def _open_trained_source(self) -> Source | None:
+        """Open the training data while the model is set up; ``None`` if nothing is trained."""
+        source = self.open_source(Phase.TRAINING) if self.phase is Phase.TRAINING else None
+        if source is not None:
+            source.skip_numbers(self.options.skip_batches)
+        return source
+
     def open_source(self, phase: Phase) -> Source | None:
-        """Open the data of a phase; returns that of its first loader, ``None`` without data."""
+        """Open the data of a phase, once; returns its first loader's, ``None`` without data."""
+        if phase in self.sources:
+            return self.sources[phase][0]
         make = {
             Phase.TRAINING: self.datamodule.train_dataloader,
             Phase.VALIDATION: self.datamodule.valid_dataloader,

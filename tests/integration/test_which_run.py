@@ -180,6 +180,6 @@ def test_weights_are_refused_where_none_would_be_loaded(tmp_path: Path) -> None:
     renamed = Renamed(_SETTING, "warm")
     renamed.setup()
     with pytest.raises(
-        StateError, match=r"a network of Renamed, \[.*'other'.*\], in the checkpoint"
+        StateError, match=r"missing in the file: other\.0.*only in the file: net\.0.*rename="
     ):
         helios.load_weights(path, renamed)

@@ -33,6 +33,7 @@ from helios import (
 from helios import (
     Scores as Evaluated,
 )
+from helios.find_lr import LearningRates
 from helios.ledger import Replay
 from helios.loops import BatchLoop, EvaluationLoop, FitLoop
 from helios.model import BatchProcessor, Processed
@@ -168,6 +169,7 @@ def call_trainer(plugin: Plugin, model: Model, data: DataModule) -> Replay:
     assert_type(plugin.trainer.validate(model, data, checkpoint="newest"), Evaluated)
     assert_type(model.trainer.test(model, data), Evaluated)
     assert_type(data.trainer.predict(model, data), list[Any])
+    assert_type(plugin.trainer.find_lr(model, data, num_steps=10), LearningRates)
     plugin.trainer.fit_loop = FitLoop()
     plugin.trainer.test_loop = model.trainer.test_loop
     plugin.trainer.register_plugin(Other("other"))

@@ -1,0 +1,163 @@
+"""Weights that checkpoints refer to, instead of holding them: ``CheckpointStore(frozen=...)``.
+
+What is frozen and as ``setup`` has made it is left out of a checkpoint, which has its digest. A
+start that loads the checkpoint proves by that digest that its own ``setup`` has made the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from helios.core.utils import parameters_of
+from helios.errors import CheckpointError, RunMismatchError, UsageError
+from helios.model.model import Model
+from helios.state.networks import Network, is_odd
+from helios.state.values import is_dense
+from helios.storage.content_hash import tensor_sum
+
+_KEY = "frozen"
+"""The entry of a model's state with the digests of what is left out."""
+
+_SHOWN = 4
+
+
+def references_of(state: object) -> Mapping[str, str] | None:
+    """Return the digests of what a state of a model refers to; ``None`` if it holds everything."""
+    # A state of the user's own may have a key of this name.
+    if not isinstance(state, Mapping) or not state.keys() >= {"objects", "flags", _KEY}:
+        return None
+    found: Mapping[str, str] = state[_KEY]
+    return found
+
+
+@final
+class FrozenWeights:
+    """What ``setup`` has made and frozen, as far as checkpoints may refer to it.
+
+    A tensor that is thawed or changed is saved from then on.
+
+    Args:
+        model: the model, after its setup and before anything is loaded.
+
+    Raises:
+        UsageError: for a model with a ``state_dict`` of its own.
+    """
+
+    def __init__(self, model: Model) -> None:
+        if type(model).state_dict is not Model.state_dict:
+            raise UsageError(
+                f'CheckpointStore(frozen="reference") must be omitted with {type(model).__name__}, '
+                "whose own state_dict says what is saved. Leave the frozen weights out there."
+            )
+        self._model = model
+        self._sums: dict[str, int] = {}
+        self._digests: dict[str, str] = {}
+        for _, _, name, tensor in _frozen_tensors(model):
+            self._sums[name], self._digests[name] = tensor_sum(tensor), digest_of(tensor)
+
+    def keep(self, names: Mapping[str, str] | None) -> None:
+        """Save what a checkpoint holds, also in the next ones.
+
+        Args:
+            names: the digests in that checkpoint; ``None`` if it holds everything.
+        """
+        if names is not None:
+            self._digests = {x: digest for x, digest in self._digests.items() if x in names}
+
+    def leave_out(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of the model without what is frozen and unchanged."""
+        objects, kept = dict(state["objects"]), dict[str, str]()
+        for path, key, name, tensor in _frozen_tensors(self._model):
+            if name in self._digests and tensor_sum(tensor) == self._sums[name]:
+                if objects[path] is state["objects"][path]:
+                    # With the versions of its modules.
+                    objects[path] = copy.copy(objects[path])
+                del objects[path][key]
+                kept[name] = self._digests[name]
+        self._digests = kept
+        return {**state, "objects": objects, _KEY: dict(kept)}
+
+
+def _frozen_tensors(model: Model) -> Iterator[tuple[str, str, str, Tensor]]:
+    """Yield path, key, name and tensor of what no optimizer updates, in plain networks."""
+    discovery = model.discovery
+    updated = {
+        id(tensor) for each in discovery.optimizers().values() for tensor in parameters_of(each)
+    }
+    for path, key, tensor in _tensors_of(model):
+        if not (tensor.requires_grad and id(tensor) in updated):
+            yield path, key, f"{path}.{key}", tensor
+
+
+def _tensors_of(model: Model) -> Iterator[tuple[str, str, Tensor]]:
+    for path, module in model.discovery.saved_modules().items():
+        network = Network(module)
+        for key, _, _, tensor in [] if is_odd(network) else network.tensors:
+            if not is_lazy(tensor) and is_dense(tensor):
+                yield path, key, tensor
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return the SHA-256 digest of a tensor: of its type, its shape and its elements."""
+    content = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    content.update(flat.view(torch.uint8).numpy().data)
+    return f"sha256:{content.hexdigest()}"
+
+
+def complete(state: dict[str, Any], model: Model) -> dict[str, Any]:
+    """Return a state with what it refers to, as the ``setup`` of this start has made it.
+
+    Args:
+        state: the state of a model in a checkpoint.
+        model: the model, after its setup.
+
+    Raises:
+        RunMismatchError: if ``setup`` has made something else, or does not make it.
+    """
+    digests = references_of(state)
+    if not digests:
+        return state
+    objects = {path: copy.copy(part) for path, part in state["objects"].items()}
+    found = {f"{path}.{key}": (path, key, tensor) for path, key, tensor in _tensors_of(model)}
+    lacking = [name for name in digests if name not in found]
+    other = [name for name in digests.keys() & found if digest_of(found[name][2]) != digests[name]]
+    if lacking or other:
+        what = "does not make" if lacking else "makes with other values"
+        raise RunMismatchError(
+            f"The checkpoint refers to frozen weights that setup() of {type(model).__name__} "
+            f"{what}: {_some(lacking or sorted(other))}. "
+            'CheckpointStore(frozen="reference") has left them out, so each start must make the '
+            "same: load the same file, and draw no random numbers but from torch."
+        )
+    for name in digests:
+        path, key, tensor = found[name]
+        objects[path][key] = tensor.detach().clone()
+    return {**state, "objects": objects}
+
+
+def require_whole(state: object, place: object) -> None:
+    """Refuse a checkpoint that does not hold all weights, where there is no model to make them.
+
+    Raises:
+        CheckpointError: with what it refers to.
+    """
+    digests = references_of(state)
+    if digests:
+        raise CheckpointError(
+            f"{place} refers to frozen weights, which it does not hold: {_some([*digests])}. Only "
+            "fit, validate, test and predict can use it, with the model whose setup() makes them. "
+            'Train a step without CheckpointStore(frozen="reference") to save everything.'
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return ", ".join([*names[:_SHOWN], *more])

@@ -1,0 +1,217 @@
+"""``context.num_steps`` and ``context.steps_per_epoch``: what is known before it is what is run."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import helios
+from helios import Phase
+from helios.data.steps import Steps
+from helios.data.stream import Stream
+
+NUM_SAMPLES = 46
+
+
+class Data(helios.DataModule):
+    def __init__(self, *, drop_last: bool = False, num_samples: int = NUM_SAMPLES) -> None:
+        super().__init__()
+        self.drop_last, self.num_samples = drop_last, num_samples
+
+    def setup(self) -> None:
+        data = TensorDataset(torch.arange(float(self.num_samples)).unsqueeze(1) / 100)
+        params = {"batch_size": 3, "shuffle": True, "drop_last": self.drop_last}
+        self.train_dataset = self.create_dataset(data, **params)
+        self.valid_dataset = self.create_dataset(data, **params)
+
+
+class Net(helios.Model):
+    """Asks in ``setup``, at the start and at the end, and counts the steps of each epoch."""
+
+    unsaved = ("said", "steps")
+
+    def __init__(self, *, asks: bool = True) -> None:
+        super().__init__("net")
+        self.asks = asks
+        self.said: list[tuple[int | None, int | None]] = []
+        self.steps: list[int] = []
+
+    def setup(self, fast_init: bool = False) -> None:
+        if self.asks:
+            self.ask()
+        self.net = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3)
+
+    def ask(self) -> None:
+        self.said.append((self.context.num_steps, self.context.steps_per_epoch))
+
+    def on_fit_start(self) -> None:
+        self.ask()
+
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        self.steps.append(0)
+
+    def on_training_step_end(self, state: Any, committed: bool) -> None:
+        self.steps[-1] += 1
+
+    def on_training_end(self) -> None:
+        self.ask()
+
+    def train_step(self, batch: Any) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def valid_step(self, batch: Any) -> Any:
+        return {"error": (self.net(batch[0]).square().sum(), len(batch[0]))}
+
+
+def fit(model: helios.Model, data: helios.DataModule, **options: Any) -> None:
+    options = {"use_cpu": True, "print_banner": False, "valid_frequency": None} | options
+    helios.Trainer(**options).fit(model, data)
+
+
+_LENGTHS = ({"max_epochs": 3}, {"max_steps": 20}, {"max_epochs": 3, "max_steps": 17})
+_WINDOWS = (1, 4)
+_DATA = (
+    {"num_replicas": 1, "drop_last": False},
+    {"num_replicas": 1, "drop_last": True},
+    {"num_replicas": 3, "drop_last": False},
+    {"num_replicas": 3, "drop_last": True, "sanity_steps": 2, "valid_frequency": 1},
+    {"num_replicas": 2, "drop_last": False, "batch_limits": {Phase.TRAINING: 6}},
+)
+
+
+@pytest.mark.parametrize("length", _LENGTHS, ids=lambda each: "-".join(each))
+@pytest.mark.parametrize(("window", "data"), [*product(_WINDOWS, _DATA)])
+def test_a_run_makes_the_steps_that_setup_was_told(
+    length: dict[str, Any], window: int, data: dict[str, Any]
+) -> None:
+    options = {**data, **length, "accumulation_steps": window}
+    model = Net()
+    fit(model, Data(drop_last=options.pop("drop_last")), **options)
+    (steps, per_epoch), *others = model.said
+    assert others == [(steps, per_epoch)] * 2
+    assert steps == sum(model.steps)
+    # The last epoch may be cut by max_steps.
+    whole = {*model.steps[:-1]}
+    assert per_epoch in (*whole, None)
+    assert per_epoch is None or len(whole) == 1
+    # By steps, windows go on in the next epoch.
+    assert per_epoch is not None or ("max_epochs" not in length and window > 1)
+
+
+def test_batches_that_are_skipped_are_no_steps() -> None:
+    model = Net()
+    fit(model, Data(), max_epochs=3, accumulation_steps=4, skip_batches=(17, 18, 19, 20, 90))
+    assert model.steps == [4, 3, 4]
+    assert model.said == [(11, None)] * 3
+
+
+class Manual(Net):
+    """Steps by itself, which is known after the first batch."""
+
+    def train_step(self, batch: Any) -> None:
+        self.optimizer.zero_grad()
+        self.net(batch[0]).square().mean().backward()
+        self.optimizer.step()
+
+
+def test_a_model_that_steps_by_itself_does_so_once_for_each_batch() -> None:
+    model = Manual()
+    fit(model, Data(), max_epochs=2, accumulation_steps=2)
+    assert model.steps == [16, 16]
+    assert model.said[-1] == (32, 16)
+
+
+def open_part(index: int, count: int) -> list[torch.Tensor]:
+    return [torch.ones(1)] * 6
+
+
+class Other(helios.DataModule):
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.data = data
+
+    def setup(self) -> None:
+        is_stream = isinstance(self.data, Stream)
+        made = self.create_dataset(self.data, batch_size=2) if is_stream else self.data
+        self.train_dataset = made
+
+
+class Counting(Net):
+    def train_step(self, batch: Any) -> Any:
+        return self.net(torch.ones(1)).sum() * 1e-3
+
+
+@pytest.mark.parametrize(
+    ("data", "length", "said"),
+    [
+        (Stream(open_part), {"max_epochs": 2}, (None, None)),
+        (Stream(open_part), {"max_epochs": 2, "max_steps": 2}, (None, None)),
+        (Stream(open_part), {"max_steps": 4}, (4, None)),
+        (Steps(), {"max_steps": 4}, (4, None)),
+        (Steps(5), {"max_epochs": 2}, (10, 5)),
+    ],
+)
+def test_what_nobody_knows_is_none(data: Any, length: dict[str, Any], said: Any) -> None:
+    model = Counting()
+    fit(model, Other(data), **length)
+    assert {*model.said} == {said}
+
+
+class Endless(Net):
+    def on_training_batch_end(self, state: Any, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        self.context.request_stop("enough")
+
+
+def test_a_run_without_a_limit_has_no_last_step() -> None:
+    model = Endless()
+    fit(model, Data(), total_steps=float("inf"))
+    assert {*model.said} == {(None, 16)}
+
+
+class Drawing(Data):
+    """Draws where the loader is made."""
+
+    def train_dataloader(self) -> Any:
+        torch.rand(3)
+        return super().train_dataloader()
+
+
+@pytest.mark.parametrize("init", ["setup", "keyed"])
+def test_who_asks_in_setup_trains_with_the_same_bits(init: str) -> None:
+    models = [Net(asks=asks) for asks in (True, False)]
+    for model in models:
+        fit(model, Drawing(), max_epochs=1, init=init)
+    weights = [model.net.weight.item() for model in models]
+    assert weights[0] == weights[1]
+    assert models[0].said[0] == models[1].said[0] == (16, 16)
+
+
+def test_a_resumed_setup_is_told_the_same_and_an_evaluation_nothing(tmp_path: Path) -> None:
+    model, resumed = Net(), Net()
+    fit(model, Data(), max_epochs=1, chkpt_root=tmp_path)
+    fit(resumed, Data(), max_epochs=2, chkpt_root=tmp_path)
+    assert (model.said[0], {*resumed.said}) == ((16, 16), {(32, 16)})
+    evaluated = Net()
+    helios.Trainer(chkpt_root=tmp_path, use_cpu=True).validate(evaluated, Data())
+    assert evaluated.said == [(None, None)]
+
+
+class Looking(Net):
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.context.request_stop("too early")
+
+
+def test_a_request_in_setup_is_an_error_and_not_lost() -> None:
+    with pytest.raises(AttributeError, match=r"SetupContext.*request_stop"):
+        fit(Looking(), Data(), max_epochs=1)
+    with pytest.raises(helios.UsageError, match="has no context here"):
+        Looking().setup()
