@@ -33,7 +33,7 @@ from helios.start.data_check import DataCheck
 from helios.text import with_step
 
 if TYPE_CHECKING:
-    from helios.start.fit import Training
+    from helios.start.training import Training
 
 _LOGGER = logging.getLogger(__name__)
 

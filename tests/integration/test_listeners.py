@@ -18,7 +18,7 @@ import helios
 from helios.checkpoint.store import CheckpointStore
 from helios.listeners import Recorder, RunListener
 from helios.plugins import Plugin
-from helios.start import fit as training
+from helios.start import training
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import helios
 from helios.errors import ArgumentError, UsageError
 from helios.plugins import EarlyStopping, Plugin
-from helios.start import fit as training
+from helios.start import training
 from helios.state import TrainingState
 
 NUMBERS = TensorDataset(torch.arange(24.0).reshape(12, 2))
