@@ -22,7 +22,7 @@ from helios.core.utils import foreach, parameters_of
 from helios.engines.device import device_of_rank, select_gpus
 from helios.engines.precision import LossScaler, Precision, as_precision
 from helios.engines.standalone import StandaloneEngine
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, UsageError
 from helios.launch.launcher import Launch
 from helios.replicas.gradients import (
     Gradients,
@@ -267,12 +267,24 @@ class Engine(StandaloneEngine):
             inputs: the only parameters that receive gradients; ``None`` for all.
             retain_graph: whether another backward follows through the same graph, as for
                 ``Tensor.backward``.
+
+        Raises:
+            UsageError: if the graph of the loss has been through backward before.
         """
         scaler = self._find_scaler() if self._is_scaled else None
         scaled = loss if scaler is None else scaler.scale(loss)
         self._gradients.is_in_backward = True
         try:
             scaled.backward(retain_graph=retain_graph or None, inputs=inputs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise UsageError(
+                "The graph of the loss that train_step returned has been through backward before. "
+                "Helios calls backward and steps the optimizer: remove loss.backward() and "
+                "optimizer.step() from train_step, or return None and do both there. If a graph is "
+                "kept from an earlier step, detach what crosses steps."
+            ) from error
         finally:
             self._gradients.is_in_backward = False
 
