@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from helios.core.generators import is_generator
 from helios.core.utils import Stateful
 from helios.core.wrappers import unwrap
-from helios.state.networks import Network, is_odd_optimizer, is_of_the_house, left_out
+from helios.state.networks import Network, is_internal, is_odd_optimizer, left_out
 from helios.state.values import LEAVES, are_atoms, refer_to
 from helios.storage.plain_objects import attributes_of
 
@@ -379,7 +379,7 @@ class Anchors:
         for place, value in left_out(part):
             for key, each in _with_state(path_of(path, place), value):
                 is_of_setup = self.rules.tops is None or id(each) in self.rules.known
-                if is_of_setup and self.name_of(each) is None and not is_of_the_house(each):
+                if is_of_setup and self.name_of(each) is None and not is_internal(each):
                     self._add_inner(self.add(key, each, is_inner=True), each)
 
     @cached_property

@@ -103,7 +103,7 @@ def hook_tables_of_optimizers() -> tuple[str, ...]:
 
 
 _WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "torch.distributed")
-_HOUSE = (
+_INTERNAL = (
     *("helios.trainer", "helios.start", "helios.run_parts", "helios.run_state"),
     *("helios.hooks", "helios.loops"),
     *("helios.engines", "helios.replicas", "helios.launch", "helios.plugins", "helios.checkpoint"),
@@ -112,14 +112,14 @@ _HOUSE = (
 )
 
 
-def is_of_the_house(value: object) -> bool:
+def is_internal(value: object) -> bool:
     """Return whether a value is part of Helios, such as the trainer that an owner refers to."""
-    return _is_class_of_the_house(type(value))
+    return _is_internal_class(type(value))
 
 
 @by_class
-def _is_class_of_the_house(kind: Any) -> bool:
-    return any(base.__module__.startswith(_HOUSE) for base in kind.__mro__)
+def _is_internal_class(kind: Any) -> bool:
+    return any(base.__module__.startswith(_INTERNAL) for base in kind.__mro__)
 
 
 def left_out(part: object) -> list[tuple[str, Any]]:

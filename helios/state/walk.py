@@ -25,9 +25,9 @@ from helios.state.digests import CODE, Identities, digest_of, mark_of
 from helios.state.networks import (
     Network,
     hooks_of,
+    is_internal,
     is_odd,
     is_odd_optimizer,
-    is_of_the_house,
     left_out,
     pieces_of,
 )
@@ -168,7 +168,7 @@ class Walk(Coder):
                 continue
             if type(value) in NATIVE and are_native((value,)):
                 table[key] = value
-            elif not is_of_the_house(value) or self.anchors.name_of(value) is not None:
+            elif not is_internal(value) or self.anchors.name_of(value) is not None:
                 table[key] = self._code_or_hole(path, value)
 
     def _code_or_hole(self, path: str, value: Any) -> Any:
@@ -215,7 +215,7 @@ class Walk(Coder):
             if name not in self.holders:
                 self._reach(name, value)
             return {TAG: "ref", "name": name}
-        if is_of_the_house(value):
+        if is_internal(value):
             return {TAG: "ref", "name": self._name_anchor(path, value)}
         if has_state(value) and not isinstance(value, Tensor):
             return self._stateful(path, value)
@@ -234,7 +234,7 @@ class Walk(Coder):
 
     def code_field(self, path: str, value: Any) -> Any:
         """Return the code of an attribute of an object; a hole if it has none, or is Helios'."""
-        is_left = path in self._unsaved or is_of_the_house(value)
+        is_left = path in self._unsaved or is_internal(value)
         return HOLE if is_left else self._code_or_hole(path, value)
 
     def name_of_key(self, key: Any) -> Any:
@@ -280,7 +280,7 @@ class Walk(Coder):
         if name in self._reached or name in self.holders or name.startswith("<"):
             return
         self._reached.add(name)
-        if is_of_the_house(part):
+        if is_internal(part):
             return
         if isinstance(part, functools.partial):
             members = [("func", part.func), ("args", part.args), ("keywords", part.keywords)]

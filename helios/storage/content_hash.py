@@ -168,7 +168,7 @@ def _token_of_form(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 @final
 class _Reader:
-    """Turns values into bytes: for each one a token of its type, and its content or a hash of it.
+    """Writes values as bytes: for each one a token of its type, and its content or a hash of it.
 
     A container is hashed on its own and once, even if it occurs many times.
     """
