@@ -176,10 +176,11 @@ def _capture_objects(
             store asks for that.
     """
     with parts.model.discovery.keeping_names():
-        model, engine = parts.model.state_dict(), _state_of_engine(parts.engine)
+        model = parts.model.state_dict()
         if leaves_out and parts.frozen is not None:
             model = parts.frozen.leave_out(model)
         plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
+        engine = _state_of_engine(parts.engine)
         own = {"model": model, "engine": engine}
         own |= {**_named("plugin", plugins), **_named("loop", loops)}
         owners, lacking = parts.owner_states.capture(own)

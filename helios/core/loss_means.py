@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from helios.counters import TrainingState
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.listeners import Iteration, IterationListener
 from helios.text import with_step
 
@@ -62,6 +62,11 @@ class WeightedLoss:
     weight: float
 
     def __init__(self, sum: Tensor, weight: float | Tensor) -> None:  # noqa: A002
+        if not isinstance(sum, Tensor) or sum.numel() != 1:
+            raise ArgumentTypeError(
+                f"WeightedLoss(sum=...) must be a tensor of one element, got {sum!r}. Pass the sum "
+                'of the losses, e.g. with reduction="sum".'
+            )
         number = float(weight.detach() if isinstance(weight, Tensor) else weight)
         if not 0 <= number < math.inf:
             raise ArgumentError(

@@ -42,12 +42,6 @@ class Vector(Line):
         return self.net(batch[0]).square()
 
 
-class Counting(Line):
-    def train_step(self, batch: Any, state: Any) -> Any:
-        state.current_iteration = 9
-        return super().train_step(batch, state)
-
-
 class YieldsOnce(Line):
     def setup(self, fast_init: bool = False) -> None:
         super().setup(fast_init)
@@ -100,9 +94,8 @@ def fit(kind: type[helios.Model] = Line, loop: Any = None, **options: Any) -> No
     [
         (lambda: fit(Detached), ("train_step", "requires_grad=False", "do not detach")),
         (lambda: fit(Vector), ("scalar loss", "shape (2, 1)", "loss.mean()")),
-        (lambda: fit(Counting), ("counters", "current_iteration from 1 to 9", "in self")),
         (lambda: fit(YieldsOnce), ("one loss for each", "optimizer, other", "'other'", "yield")),
-        (lambda: fit(Processed), ("(outputs, loss)", "(2, 1)", "exchanged")),
+        (lambda: fit(Processed), ("(outputs, loss)", "(2, 1)")),
         (lambda: fit(plugins=[Late("late")]), ("(state, should_log)", "takes (state", "Correct")),
         (lambda: fit(plugins=[Late]), ("list of Plugin objects", "Late", "Derive")),
         (lambda: fit(loop=DoneIsAMethod()), ("property", "got a method", "@property")),

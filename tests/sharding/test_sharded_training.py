@@ -67,9 +67,7 @@ RESTARTS = [(3, 2), (2, 3), (2, 1), (1, 3)]
     ("before", "after"),
     [pytest.param(*case, marks=() if case == (3, 2) else pytest.mark.full) for case in RESTARTS],
 )
-def test_a_killed_run_goes_on_in_other_processes(
-    tmp_path: Path, before: int, after: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_goes_on_in_other_processes(tmp_path: Path, before: int, after: int) -> None:
     setting = Sharded(3, total_steps=5, options=EVERYTHING)
     train(tmp_path / "undisturbed", 1, setting)
     with pytest.raises(RankError):
@@ -77,7 +75,6 @@ def test_a_killed_run_goes_on_in_other_processes(
     train(tmp_path / "killed", after, setting)
     assert read_bits(tmp_path / "killed") == read_bits(tmp_path / "undisturbed")
     assert main(["verify", str(tmp_path / "killed")]) == 0
-    assert "6 buffers)" in capsys.readouterr().out
 
 
 def make_plugins() -> list[Any]:
