@@ -77,8 +77,8 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
     if not isinstance(datamodule, DataModule):
         raise ArgumentTypeError(
             f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}. "
-            "Pass helios.DataModule.from_datasets(train=..., batch_size=...), or an object of a class "
-            "that derives from helios.DataModule, whose setup() assigns self.train_dataset."
+            "Pass helios.DataModule.from_datasets(train=..., batch_size=...), or an object of a "
+            "class that derives from helios.DataModule, whose setup() assigns self.train_dataset."
         )
     check_made(model)
     _check_unscored(model.unscored)
