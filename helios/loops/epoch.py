@@ -283,6 +283,7 @@ class EpochLoop(Loop):
             self._end_cut_epoch()
         if self._is_left_unfinished:
             return
+        self._warn_of_lost_steps()
         is_by_epoch, schedulers = self._schedule.is_by_epoch, self._parts.schedulers
         if self._has_left and not self._is_complete:
             if is_by_epoch:
@@ -337,6 +338,15 @@ class EpochLoop(Loop):
                 "iterator that can be read only once (let its __iter__ return a new iterator), or "
                 "a hook raises StopIteration at the first batch. To end a run, only call "
                 "request_stop or interrupt, and let the window be completed."
+            )
+
+    def _warn_of_lost_steps(self) -> None:
+        state = self._state
+        if self._run.cursor.step == 0 and self._num_done and not state.is_step_committed:
+            _LOGGER.warning(
+                "Epoch %d has made no optimizer step: all were skipped. A run that counts steps "
+                "never ends like this.",
+                state.global_epoch,
             )
 
     def _end_cut_epoch(self) -> None:

@@ -52,7 +52,7 @@ class OptimizerLoop(Loop):
     _bound: ClassVar[str] = (
         "_apart _backward_ended _backward_started _engine _forward _gradients _has_begun "
         "_has_own_losses _holders _is_committed _iteration _last_batch _model _optimizers "
-        "_log _own_backward _reads_gradients _runner _shared _shown _skips _take_step "
+        "_log _own_backward _reads_gradients _runner _shared _shown _skips _take_step _unreached "
         "_updated_in _updates _weights"
     )
     _internals: ClassVar[str] = f"{_bound} _is_done _order"
@@ -88,6 +88,7 @@ class OptimizerLoop(Loop):
         # Helios' own losses in the model's table.
         self._shown: dict[str, Any] = {}
         self._updated_in = 0
+        self._unreached: set[str] = set()
         # Why the updates of optimizers are skipped at the end of the window.
         self._skips: dict[Optimizer, str] = {}
         # Of the micro-batch: losses of single optimizers by path, the weights of the others, and
@@ -432,6 +433,7 @@ class OptimizerLoop(Loop):
             self._skips.setdefault(optimizer, f"train_step has yielded SKIP for {path!r}")
         else:
             self._apart[path] = self._backward(result, optimizer)
+            self._warn_of_unreached(path, optimizer)
         self._gradients.add_back(parameters_of(optimizer))
         ends_window = run.state.is_step_boundary
         if self._shared is not None:
@@ -483,6 +485,18 @@ class OptimizerLoop(Loop):
         reason = self._run.pop_skip_reason()
         if reason:
             self._skips = dict.fromkeys(optimizers, reason) | self._skips
+
+    def _warn_of_unreached(self, path: str, optimizer: Optimizer) -> None:
+        trained = [each for each in parameters_of(optimizer) if each.requires_grad]
+        if path in self._unreached or not trained or any(x.grad is not None for x in trained):
+            return
+        self._unreached.add(path)
+        _LOGGER.warning(
+            "The loss yielded for %r reaches none of its parameters. Yields belong to the "
+            "optimizers in the order %s: correct it, or yield loss, optimizer.",
+            path,
+            ", ".join(self._optimizers),
+        )
 
     def _correct_step(self) -> None:
         """Count the window's step if one of its updates was made.
@@ -732,6 +746,11 @@ def losses_in(result: Any) -> dict[str, Tensor]:
         result = {**(result if isinstance(result, dict) else {}), "loss": weighted.sum}
     if isinstance(result, Tensor):
         return {"loss": result}
+    if odd := [name for name, value in result.items() if isinstance(value, WeightedLoss)]:
+        raise UsageError(
+            f"A WeightedLoss must be under 'loss', got it under {', '.join(map(repr, odd))}. A "
+            "window has one sum of weights: add the sums up under 'loss'."
+        )
     return {
         name: value
         for name, value in result.items()

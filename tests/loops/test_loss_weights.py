@@ -216,6 +216,17 @@ def test_a_sum_or_a_weight_that_is_none_is_an_error(name: str) -> None:
         _fit(_Model(make))
 
 
+class _WithOwnBackward(_Model):
+    def backward(self, losses: dict[str, Tensor]) -> None:
+        losses["loss"].backward()
+
+
+def test_a_loss_with_a_weight_is_not_lost_under_another_name() -> None:
+    model = _WithOwnBackward(lambda t, _: {"loss": t, "other": helios.WeightedLoss(t, 1)})
+    with pytest.raises(UsageError, match="under 'loss', got it under 'other'"):
+        _fit(model)
+
+
 @pytest.mark.parametrize("first", [0, 1, 2])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_losses_with_and_without_weights_do_not_mix(num_replicas: int, first: int) -> None:

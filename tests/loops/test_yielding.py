@@ -20,7 +20,7 @@ from helios.loops.optimizer import OptimizerLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.run_parts import RunParts
-from helios.state import Phase, TrainingState
+from helios.state import Phase, TrainingState, TrainingUnit
 from tests.loops.parts import (
     ListSource,
     Stepper,
@@ -553,3 +553,35 @@ def test_a_stranger_is_no_optimizer_of_a_loss() -> None:
     loop, parts = prepared(Pair(lambda model, batch: iter_losses((model.b, object()))))
     with pytest.raises(ArgumentError, match=r"one of \['right', 'left'\], got object"):
         train_on(loop, parts, 1.0)
+
+
+def exchanged(model: Pair, batch: Any) -> Iterator[Any]:
+    """Yield both losses, each for the optimizer of the other."""
+    yield (model.a * batch).sum()
+    yield (model.b * batch).sum()
+
+
+def test_a_loss_that_reaches_no_parameter_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Pair(exchanged)
+    loop, parts = prepared(model)
+    for _ in range(2):
+        train_on(loop, parts, torch.ones(1))
+    assert model.weights == (0.0, 0.0)
+    assert [text.split(":")[0] for text in caplog.messages] == [
+        f"The loss yielded for {path!r} reaches none of its parameters. Yields belong to the "
+        "optimizers in the order right, left"
+        for path in ("right", "left")
+    ]
+
+
+def skipped(model: Pair, batch: Any) -> Iterator[Any]:
+    """Leave both optimizers out."""
+    yield YieldLoop.SKIP
+    yield YieldLoop.SKIP
+
+
+def test_an_epoch_without_a_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    sources = {Phase.TRAINING: [ListSource([torch.ones(1)] * 2)]}
+    parts = make_parts(Pair(skipped), unit=TrainingUnit.EPOCH, sources=sources, total_steps=1)
+    fit(parts, make_fit_loop(YieldLoop()))
+    assert "Epoch 1 has made no optimizer step: all were skipped." in caplog.text
