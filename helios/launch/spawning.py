@@ -36,7 +36,11 @@ _LOGGER = logging.getLogger(__name__)
 # How long the loop waits for an end, and so the delay after which a signal is passed on.
 _IDLE_SECONDS = 0.1
 # PyTorch's library installs handlers for these.
-_TAKEN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_TAKEN = tuple(
+    number
+    for name, number in signal.Signals.__members__.items()
+    if name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+)
 
 
 class RankTracebackError(Exception):
