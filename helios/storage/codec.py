@@ -190,7 +190,7 @@ def unsafe_globals(path: Path) -> list[str]:
 def read_structure(path: Path, find_sharded: FindSharded | None = None) -> tuple[Any, list[str]]:
     """Return the encoded tree of a file with mapped tensors, without creating users' objects.
 
-    Each object of a class that loading would reject is a ``placeholders.Unknown``.
+    Each object of a class that loading would reject is an :class:`Unknown`.
 
     Args:
         path: the file.
