@@ -23,6 +23,7 @@ from helios.errors import (
     ArgumentTypeError,
     CheckpointError,
     IncompatibleCheckpointError,
+    RunMismatchError,
     StateError,
     UsageError,
 )
@@ -482,6 +483,21 @@ def test_what_a_checkpoint_holds_is_not_refused(
         model = Tuned(trained[0], change)
         make_trainer(tmp_path / "runs", max_epochs=epochs).fit(model, Data())
     assert model.report.is_left_to_checkpoint
+
+
+def _compute_scale(model: Any) -> None:
+    model.scale = float(model.body[0].weight.abs().sum())
+
+
+@pytest.mark.parametrize("call", ["fit", "test"])
+def test_a_number_made_of_weights_that_are_not_read_again_is_refused(
+    trained: tuple[Path, dict[str, Tensor]], tmp_path: Path, call: str
+) -> None:
+    root = tmp_path / "runs"
+    make_trainer(root, max_epochs=1).fit(Tuned(trained[0], _compute_scale), Data())
+    trainer = make_trainer(root, max_epochs=2)
+    with pytest.raises(RunMismatchError, match=r"model\.scale: .*every_start=True"):
+        getattr(trainer, call)(Tuned(trained[0], _compute_scale), Data())
 
 
 class Distilled(Net):

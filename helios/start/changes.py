@@ -430,18 +430,46 @@ def compare_fresh(run: Run, origin: Origin, declared: Declared) -> StartChanges:
     """Compare what setup has made in rank 0 with the checkpoint, before anything is loaded.
 
     Raises:
-        RunMismatchError: in all processes, if nothing is left to train, and values differ.
+        RunMismatchError: in all processes, if nothing is left to train, and values differ; and as
+            :func:`refuse_unread_weights` does.
     """
     loaded, is_over = origin.loaded, declared.is_over
 
     def compare() -> StartChanges:
         record, allowed = origin.record, run.options.allow_changes
+        if record is not None:
+            refuse_unread_weights(run, record)
         found = _compare_fresh(run.fresh, record, allowed, is_over=is_over)
         if loaded is not None and is_over and _shows_end(run, loaded.record):
             _refuse_other_values(found.values, found.code, run.name, loaded.path)
         return found
 
     return on_first(run.replicas, compare)
+
+
+def refuse_unread_weights(run: Run, record: Record) -> None:
+    """Refuse numbers that ``setup`` has made of weights which it leaves to the checkpoint.
+
+    Raises:
+        RunMismatchError: if a plain value of the model differs from the one of the start that has
+            read the weights.
+    """
+    before = record.options.get(KEY)
+    if not run.leaves_weights or before is None:
+        return
+    fresh = read_fresh(run.model, run.datamodule, run.owners.parts)
+    texts = _texts(
+        each
+        for each in compare_values(before["values"], fresh["values"])
+        if each.name.startswith("model.") and not _is_state(each.name, record)
+    )
+    if texts:
+        raise RunMismatchError(
+            f"setup() of {type(run.model).__name__} leaves the weights of load_weights to the "
+            f"checkpoint, and makes other values than the start that has read them: "
+            f"{'; '.join(texts)}. Pass load_weights(..., every_start=True) if they are made of "
+            "these weights, and also if you have edited them."
+        )
 
 
 def _shows_end(run: Run, record: Record) -> bool:

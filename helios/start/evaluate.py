@@ -17,6 +17,7 @@ from helios.errors import Interrupted, UsageError
 from helios.model.model import Model, find_test_step, is_own
 from helios.plugins.averaging import EMA, WeightAverage
 from helios.run_parts import RunParts
+from helios.start.changes import refuse_unread_weights
 from helios.start.checkpoint_search import find_chosen
 from helios.start.model_setup import move_networks
 from helios.start.run import Run
@@ -47,6 +48,8 @@ def evaluate(run: Run) -> Any:
     )
     open_logs(run.options, run.name, record, is_training=False)
     restore = _set_up_for(run, state)
+    if loaded is not None:
+        refuse_unread_weights(run, loaded.record)
     has_data = run.open_source(run.phase) is not None
     if not has_data:
         _LOGGER.warning("%s has nothing to do: the data module has no data for it.", run.verb)

@@ -293,6 +293,7 @@ class Run:
         self.sources: dict[Phase, list[Source]] = {}
         self.settings = ExitStack()
         self.fresh: dict[str, Any] = {}
+        self.leaves_weights = False
         self.owners = Owners()
 
     def _make_bus(self) -> Bus:
@@ -653,6 +654,7 @@ class Run:
         with context.given():
             again = build_networks(self.model, self.engine, run, is_inference=is_inference)
         self.settings.enter_context(again)
+        self.leaves_weights = context.leaves_weights
         if not is_inference:
             set_train_mode(self.model, warns=not is_resumed)
         check_batch_processor(self.model, is_inference=is_inference)

@@ -91,6 +91,11 @@ class SetupContext:
             self._known = {*filter(None, map(_mark, each_in([own, module], children_of)))}
         self._loaded.append(module)
 
+    @property
+    def leaves_weights(self) -> bool:
+        """Whether weights were not read, because the checkpoint has them."""
+        return self.is_loaded_next and bool(self._loaded)
+
     def check_loads(self) -> None:
         """Refuse what ``setup`` has made of weights, if no checkpoint will hold it.
 
