@@ -84,7 +84,7 @@ def _refusal(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LearningRates:
     """What a range test has measured.
 
@@ -95,6 +95,9 @@ class LearningRates:
 
     rates: list[float]
     losses: list[float]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(suggestion={self.suggestion!r})"
 
     @property
     def smoothed(self) -> list[float]:

@@ -125,7 +125,7 @@ def load_weights(
 
     Raises:
         ArgumentError: for a URL, or a pattern with more ``*`` on the right.
-        ArgumentTypeError: if ``module`` is neither a model nor a network.
+        ArgumentTypeError: if ``path`` is no path, or ``module`` neither a model nor a network.
         CheckpointError: if the file cannot be used.
         StateError: if names or shapes differ, and if the model has no networks yet.
         UsageError: without safetensors; and for one network, in a setup without values
@@ -144,6 +144,12 @@ def load_weights(
             # The path may be gone, too: find_last_checkpoint(...) is None then.
             report.is_left_to_checkpoint = True
             return report
+    if not isinstance(path, str | Path):
+        raise ArgumentTypeError(
+            f"load_weights(path=...) must be a path, got {path!r}. Pass that of a checkpoint, or of "
+            "a file or folder with weights; find_last_checkpoint(folder) is None if the folder has "
+            "no checkpoint."
+        )
     path = as_local_path("load_weights(path=...)", path)
     names = _Names(path, rename or {}, (skip,) if isinstance(skip, str) else tuple(skip))
     if isinstance(module, nn.Module) and any(x.is_meta for x in module.parameters()):
@@ -186,7 +192,8 @@ def _load(
                 "strict=False to load what fits."
             )
         target.load({name: entries[name] for name in report.loaded})
-    _LOGGER.info("Weights of %s: %s.", path.name, report)
+    level = logging.INFO if report.loaded else logging.WARNING
+    _LOGGER.log(level, "Weights of %s: %s.", path.name, report)
 
 
 def _load_by_its_own(path: Path, model: Model, names: _Names, report: LoadedWeights) -> None:
@@ -302,7 +309,8 @@ class _Names:
         if idle and is_strict:
             raise StateError(
                 f"load_weights({str(self._path)!r}, ...) must get patterns that match a name, but "
-                f"{', '.join(map(repr, idle))} matches none. The file has {_some([*found])}. "
+                f"{', '.join(map(repr, idle))} matches none. The file has {_some([*found])}; the "
+                "first pattern of rename that matches a name counts, and skip is about new names. "
                 "Correct the pattern, or omit it."
             )
         return {name: entry for name, entry in entries.items() if name not in report.skipped}

@@ -485,6 +485,11 @@ def test_what_a_checkpoint_holds_is_not_refused(
     assert model.report.is_left_to_checkpoint
 
 
+def test_no_path_is_refused_with_what_may_have_given_it() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"find_last_checkpoint\(folder\) is None"):
+        helios.load_weights(None, nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
 def _compute_scale(model: Any) -> None:
     model.scale = float(model.body[0].weight.abs().sum())
 

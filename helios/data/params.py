@@ -133,6 +133,11 @@ class DataLoaderParams:
                 "Derive it from one of them; any iterable of lists can be the batch_sampler "
                 "instead."
             )
+        if self.sampler is not None and self.shuffle:
+            _LOGGER.warning(
+                "DataLoaderParams(shuffle=True) has no effect together with a sampler, which "
+                "determines the order."
+            )
         if self.batch_sampler is None:
             return
         if self.batch_size != 1 or self.shuffle or self.drop_last or self.sampler is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from helios.counters import Phase
 from helios.data.datamodule import DataModule
+from helios.data.datamodule import Dataset as AssignedDataset
 from helios.data.source import CannotResume, Source
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import check_owners, check_receiver, check_state_methods
@@ -82,6 +83,20 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
         )
     check_made(model)
     _check_unscored(model.unscored)
+
+
+def warn_of_unread_datasets(datamodule: DataModule) -> None:
+    """Warn of data sets that ``setup`` has assigned to a name that Helios does not read."""
+    names = ["train_dataset", "valid_dataset", "test_dataset", "predict_dataset"]
+    for name, value in vars(datamodule).items():
+        if isinstance(value, AssignedDataset) and not name.startswith("_"):
+            (near,) = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+            _LOGGER.warning(
+                "%s.%s is a data set that Helios does not read; did you mean %s?",
+                type(datamodule).__name__,
+                name,
+                near,
+            )
 
 
 def _check_unscored(names: object) -> None:

@@ -59,6 +59,7 @@ from helios.start.objects import (
     check_batch_processor,
     note_own_log,
     warn_of_unknown_hooks,
+    warn_of_unread_datasets,
 )
 from helios.start.options import Options
 from helios.start.processes import (
@@ -606,6 +607,7 @@ class Run:
         for plugin in self.plugins.values():
             plugin.setup()
         self.datamodule.setup()
+        warn_of_unread_datasets(self.datamodule)
 
     def open_saved_source(self, trained: Trained | None) -> Source | None:
         """Open the training data if a data set or its collate function has a state."""

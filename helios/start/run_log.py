@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from helios.best import BestValidation
-from helios.checkpoint.options import CheckpointStore, KeepBest
+from helios.best import BestRule, BestValidation
+from helios.checkpoint.options import KeepBest
 from helios.checkpoint.record import Record
 from helios.core.environment import get_env_info_str
 from helios.core.wrappers import class_of
@@ -222,13 +222,13 @@ _CALLED = (
 
 
 def warn_of_idle_options(
-    schedule: Schedule, store: CheckpointStore | None, model: Model, *, has_validation: bool
+    schedule: Schedule, rule: BestRule | None, model: Model, *, has_validation: bool
 ) -> None:
     """Warn of a training without a step, and of validations that compute nothing.
 
     Args:
         schedule: what is due when.
-        store: the rules by which checkpoints are kept; ``None`` for none.
+        rule: which score decides on the best validation; ``None`` if none does.
         model: the model, after its setup.
         has_validation: whether there is validation data.
     """
@@ -239,7 +239,14 @@ def warn_of_idle_options(
         )
     validates = schedule.valid_frequency is not None
     waits = validates or schedule.early_stop_cycles is not None
-    if waits and not has_validation:
+    if rule is not None and not (validates and has_validation):
+        _LOGGER.warning(
+            "There is no validation, so nothing finds the score %r: KeepBest keeps no checkpoint, "
+            "and EarlyStopping stops nothing. Assign self.valid_dataset in the data module's "
+            "setup(), or set valid_frequency.",
+            rule.metric,
+        )
+    elif waits and not has_validation:
         _LOGGER.warning(
             "There is no validation data, so valid_frequency and early_stop_cycles have no "
             "effect. Assign self.valid_dataset in the data module's setup()."
@@ -249,13 +256,6 @@ def warn_of_idle_options(
             "%s has no valid_step, so validations compute no scores. %s",
             type(model).__name__,
             _suggest(model),
-        )
-    rule = None if store is None else store.keep_best
-    if rule is not None and not (validates and has_validation):
-        _LOGGER.warning(
-            "There is no validation, so CheckpointStore(keep_best=...) finds no %r, and keeps no "
-            "checkpoint. Set valid_frequency, or omit keep_best.",
-            rule.metric,
         )
 
 

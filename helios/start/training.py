@@ -173,7 +173,8 @@ def set_up_training(
     if origin.folder is not None:
         run.owners.limit(origin.folder.options.max_plain_bytes)
     run.require_alike_setup()
-    warn_of_idle_options(schedule, store, run.model, has_validation=has_validation)
+    rule = options.find_rule(run.plugins.values())
+    warn_of_idle_options(schedule, rule, run.model, has_validation=has_validation)
     findings = determine_trust(source, record, can_save=options.can_save)
     stranded = find_stranded_generators(source)
     findings.add_missing(stranded)

@@ -212,3 +212,16 @@ def test_a_habit_from_elsewhere_is_an_error_that_says_what_to_write(
         run()
     text = str(raised.value)
     assert len(text.splitlines()[0]) <= 330
+
+
+class ValDataset(DataModule):
+    def setup(self) -> None:
+        self.train_dataset = self.create_dataset(POINTS, batch_size=8)
+        self.val_dataset = self.create_dataset(POINTS, batch_size=8)
+
+
+def test_a_data_set_of_another_name_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    _train(Line(), ValDataset())
+    said = capsys.readouterr().err
+    assert "ValDataset.val_dataset is a data set that Helios does not read; did you mean " in said
+    assert "valid_dataset?" in said

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from helios import CheckpointStore, KeepBest, Trainer
+from helios import Trainer
+from helios.best import BestRule
 from helios.model import BatchProcessor, Model
 from helios.schedule import Schedule
 from helios.start.run_log import warn_of_idle_options
@@ -40,12 +41,12 @@ def warnings_of(
     model: Model | None = None,
     *,
     schedule: Schedule = VALIDATING,
-    store: CheckpointStore | None = None,
+    rule: BestRule | None = None,
     has_validation: bool = True,
 ) -> str:
     caplog.clear()
     model = Validating("quiet") if model is None else model
-    warn_of_idle_options(schedule, store, model, has_validation=has_validation)
+    warn_of_idle_options(schedule, rule, model, has_validation=has_validation)
     assert all(record.levelname == "WARNING" for record in caplog.records)
     return "\n".join(caplog.messages)
 
@@ -86,10 +87,11 @@ def test_validation_without_data_is_named(caplog: pytest.LogCaptureFixture) -> N
 def test_a_rule_for_the_best_without_validations_is_named(
     schedule: Schedule, has_validation: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    best = CheckpointStore(keep_best=KeepBest(1, "loss", "max"))
-    said = warnings_of(caplog, schedule=schedule, store=best, has_validation=has_validation)
-    assert "keep_best=...) finds no 'loss'" in said
-    assert warnings_of(caplog, store=best) == ""
+    best = BestRule("loss", "max")
+    said = warnings_of(caplog, schedule=schedule, rule=best, has_validation=has_validation)
+    assert said.startswith("There is no validation, so nothing finds the score 'loss'")
+    assert "There is no validation data" not in said
+    assert warnings_of(caplog, rule=best) == ""
 
 
 @pytest.mark.shows("U27")
