@@ -146,9 +146,9 @@ def load_weights(
             return report
     if not isinstance(path, str | Path):
         raise ArgumentTypeError(
-            f"load_weights(path=...) must be a path, got {path!r}. Pass that of a checkpoint, or of "
-            "a file or folder with weights; find_last_checkpoint(folder) is None if the folder has "
-            "no checkpoint."
+            f"load_weights(path=...) must be a path, got {path!r}. Pass that of a checkpoint, or "
+            "of a file or folder with weights; find_last_checkpoint(folder) is None if the folder "
+            "has no checkpoint."
         )
     path = as_local_path("load_weights(path=...)", path)
     names = _Names(path, rename or {}, (skip,) if isinstance(skip, str) else tuple(skip))
