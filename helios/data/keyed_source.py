@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, final
 
-from torch import get_num_threads
+import torch
+from torch import Tensor, get_num_threads
 
 from helios.core import rng
+from helios.core.memory import same
 from helios.data.fingerprint import describe_class, find_fingerprint, length_of
 from helios.data.loader import BatchedDataset, Keyed, KeyedLoader
 from helios.data.mixture import Mixture
@@ -36,6 +38,8 @@ from helios.data.source import (
     run_on_one_thread,
 )
 from helios.storage.content_hash import Content, read_safely
+
+_INT = frozenset((int,))
 
 
 @final
@@ -189,7 +193,50 @@ def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:
             samples.append(dataset[index])
         return collate(samples)
 
-    return fetch
+    return _RowFetch(dataset.tensors, fetch) if loader.is_pure else fetch
+
+
+@final
+class _RowFetch:
+    """Fetches the rows of tensors by one operation for each tensor, not one for each sample.
+
+    The first batch is fetched in both ways: ``default_collate`` has a table in which scripts may
+    change what it does. Where the results differ, all batches are fetched by sample.
+
+    Args:
+        tensors: those of the data set.
+        fetch: fetches a batch by sample.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], fetch: Callable[[list[Any]], Any]) -> None:
+        self._tensors = tensors
+        self._fetch = fetch
+        self._is_known = False
+        self._is_equal = all(each.is_cpu and not each.requires_grad for each in tensors)
+
+    def __call__(self, indices: list[Any]) -> Any:
+        # A list of anything but numbers would mean something else to a tensor.
+        if not self._is_equal or not _INT.issuperset(map(type, indices)):
+            return self._fetch(indices)
+        rows, found = torch.tensor(indices), []
+        for tensor in self._tensors:
+            found.append(tensor[rows])
+        if self._is_known:
+            return found
+        batch = self._fetch(indices)
+        self._is_known = True
+        self._is_equal = _are_alike(batch, found)
+        return batch
+
+
+def _are_alike(batch: Any, rows: list[Tensor]) -> bool:
+    """Whether a batch is the same list of tensors, in the same order in memory."""
+    return (
+        type(batch) is list
+        and all(type(each) is Tensor for each in batch)
+        and same(batch, rows)
+        and all(one.stride() == other.stride() for one, other in zip(batch, rows, strict=True))
+    )
 
 
 class _DealtBatches(BatchIterator):
