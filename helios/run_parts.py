@@ -134,9 +134,10 @@ class RunParts:
     def find_batch_size(self) -> int | None:
         """Return the samples of the training batch of the current replica; ``None`` if unknown."""
         batches = self.run.batches
-        if batches is None or batches.sizes is None:
+        sizes = None if batches is None else batches.sizes
+        if sizes is None:
             return None
-        return batches.sizes[self.replicas.local_replicas.index(self.runner.replica)]
+        return sizes[self.replicas.local_replicas.index(self.runner.replica)]
 
     @cached_property
     def replicas(self) -> Replicas:

@@ -196,9 +196,10 @@ class LossMeans(IterationListener):
             totals = self._beside.setdefault(replica, {})
             for name, number in numbers.items():
                 weight = 1.0
-                if isinstance(number, tuple):
+                if type(number) is tuple:
                     number, weight = number
-                self._add_other(totals, name, _read(number), weight)
+                read = number if type(number) is float else _read(number)
+                self._add_other(totals, name, read, weight)
 
     def _add_other(
         self, totals: _Totals, name: str, number: float | Tensor | None, weight: float = 1
@@ -206,7 +207,9 @@ class LossMeans(IterationListener):
         """Add a number to the total of its name; ``None`` is none."""
         if number is None:
             return
-        total = totals.setdefault(name, _Total())
+        total = totals.get(name)
+        if total is None:
+            total = totals[name] = _Total()
         total.count += weight
         if isinstance(number, Tensor):
             total.add_tensor(number)
