@@ -433,12 +433,11 @@ class Trainer:
         tested as ``setup`` and ``load_for_testing`` make it. The log says which weights are tested.
 
         Everything that hooks can reach, such as optimizers and attributes, is as it was when the
-        checkpoint was written.
+        checkpoint was written. What cannot be restored, such as an optimizer that ``setup`` does
+        not create, is removed from the model, with a warning.
 
         Raises:
             CheckpointError: if there is no checkpoint; it lists the runs below ``chkpt_root``.
-            StateError: if a hook needs what cannot be restored, such as an optimizer that ``setup``
-                does not create.
 
         The order is that of :meth:`validate`, with ``testing`` for ``validation`` and ``test_step``
         for ``valid_step``.
