@@ -51,7 +51,7 @@ class Iteration:
     losses: Mapping[str, Any] = field(default_factory=dict)
     means: Mapping[str, Any] = field(default_factory=dict)
     weighted: WeightedSums = field(default_factory=dict)
-    beside: Sequence[tuple[int, Mapping[str, Any]]] = ()
+    beside: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     rates: dict[Optimizer, list[Any]] = field(default_factory=dict)
     norm: Tensor | None = None
     totals: Sequence[float] = ()

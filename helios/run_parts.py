@@ -133,11 +133,11 @@ class RunParts:
 
     def find_batch_size(self) -> int | None:
         """Return the samples of the training batch of the current replica; ``None`` if unknown."""
-        batches = self.run.batches
-        sizes = None if batches is None else batches.sizes
-        if sizes is None:
+        batches, replica = self.run.batches, self.runner.replica
+        if batches is None:
             return None
-        return sizes[self.replicas.local_replicas.index(self.runner.replica)]
+        # Replica 0 is the first one of its process.
+        return batches.size(self.replicas.local_replicas.index(replica) if replica else 0)
 
     @cached_property
     def replicas(self) -> Replicas:

@@ -198,8 +198,14 @@ class LossMeans(IterationListener):
                 weight = 1.0
                 if type(number) is tuple:
                     number, weight = number
-                read = number if type(number) is float else _read(number)
-                self._add_other(totals, name, read, weight)
+                total = totals.get(name)
+                if total is None or type(number) is not float or type(total.sums) is not list:
+                    self._add_other(totals, name, _read(number), weight)
+                    continue
+                total.count += weight
+                sums = total.sums
+                for viewer in self._viewers:
+                    sums[viewer] += number
 
     def _add_other(
         self, totals: _Totals, name: str, number: float | Tensor | None, weight: float = 1

@@ -39,43 +39,55 @@ class StepLog:
             ArgumentTypeError: for a name that is no string, and for a value that is no number.
             ArgumentError: if no weight is given, and the samples of the batch are not known.
         """
-        if not isinstance(name, str):
-            raise ArgumentTypeError(
-                f"self.log(name, value) must get the name first, got {name!r}. Write e.g. "
-                'self.log("accuracy", accuracy).'
-            )
-        is_tensor = isinstance(value, Tensor)
-        is_number = value.numel() == 1 and not value.is_complex() if is_tensor else _is_real(value)
-        if not is_number:
-            shown = tuple(value.shape) if is_tensor else repr(value)
-            raise ArgumentTypeError(
-                f"self.log({name!r}, ...) must get a number or a tensor of one element, got "
-                f"{shown}. Reduce it, e.g. value.mean()."
-            )
+        # Operations on Python's floats are those of float64, and cost a tenth.
+        if type(value) is Tensor and value.is_cpu and value.numel() == 1:
+            value = value.item()
+        if type(value) is not float or type(name) is not str:
+            value = _check(name, value)
         if weight is None:
             weight = self._find_size()
         if weight is None or not 0 <= weight < math.inf:
-            rule = "a finite number of at least 0"
-            if weight is None:
-                rule = "passed, because the loader does not say how many samples a batch has"
-            raise ArgumentError(
-                f"self.log({name!r}, ..., weight=...) must be {rule}, got {weight!r}. Pass how "
-                "many samples the value is the mean of."
-            )
-        if is_tensor and not (type(value) is Tensor and value.is_cpu):
-            product = as_summand(value.reshape(())) * weight
-        else:
-            # Operations on Python's floats are those of float64, and cost a tenth.
-            product = float(value.item() if is_tensor else value) * weight
+            raise _make_weight_error(name, weight)
         known = self.sums.get(name)
-        self.sums[name] = (
-            (product, weight) if known is None else (known[0] + product, known[1] + weight)
-        )
+        if known is None:
+            self.sums[name] = value * weight, weight
+        else:
+            self.sums[name] = known[0] + value * weight, known[1] + weight
 
     def take(self) -> dict[str, tuple[Any, float]]:
         """Return the sums so far, and begin anew."""
         sums, self.sums = self.sums, {}
         return sums
+
+
+def _check(name: str, value: Any) -> float | Tensor:
+    """Return a value as a summand, if it is a single real number under a name."""
+    if not isinstance(name, str):
+        raise ArgumentTypeError(
+            f"self.log(name, value) must get the name first, got {name!r}. Write e.g. "
+            'self.log("accuracy", accuracy).'
+        )
+    is_tensor = isinstance(value, Tensor)
+    if is_tensor and value.numel() == 1 and not value.is_complex():
+        summand: Tensor = as_summand(value.reshape(()))
+        return summand
+    if is_tensor or not _is_real(value):
+        shown = tuple(value.shape) if is_tensor else repr(value)
+        raise ArgumentTypeError(
+            f"self.log({name!r}, ...) must get a number or a tensor of one element, got "
+            f"{shown}. Reduce it, e.g. value.mean()."
+        )
+    return float(value)
+
+
+def _make_weight_error(name: str, weight: float | None) -> ArgumentError:
+    rule = "a finite number of at least 0"
+    if weight is None:
+        rule = "passed, because the loader does not say how many samples a batch has"
+    return ArgumentError(
+        f"self.log({name!r}, ..., weight=...) must be {rule}, got {weight!r}. Pass how many "
+        "samples the value is the mean of."
+    )
 
 
 def _is_real(value: Any) -> bool:

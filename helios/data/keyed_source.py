@@ -250,10 +250,11 @@ class _DealtBatches(BatchIterator):
         self._is_done = False
         self._is_closed = False
 
-    @property
-    def sizes(self) -> Sequence[int] | None:
-        """The samples of each batch."""
-        return None if self.indices is None else self._deal.count_samples(self.indices)
+    def size(self, place: int) -> int | None:
+        """Return the samples of a batch."""
+        if self.indices is None:
+            return None
+        return 1 if self._deal.is_flat else len(self.indices[place])
 
     def _fill(self, found: list[Any]) -> list[Any]:
         """Append ``NO_BATCH`` for replicas without a batch, which are the last of the block."""

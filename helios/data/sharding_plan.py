@@ -66,6 +66,7 @@ class ShardingPlan:
 
     Attributes:
         skipped: numbers of the batches to skip, by epoch.
+        is_flat: whether an item of the order is the index of one sample, not of a batch.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ShardingPlan:
         self.skipped: dict[int, frozenset[int]] = {}
         self._is_listed = order.yields_batches
         self._is_single = batch_size is None or self._is_listed
+        self.is_flat = batch_size is None and not self._is_listed
         self._size = 1 if batch_size is None or self._is_listed else batch_size
         self._drop_last = drop_last
         self._is_cut = is_cut
@@ -127,7 +129,7 @@ class ShardingPlan:
         A replica gets at most one of the items that pad it.
         """
         first = self._stride - num_padded
-        sizes = self.count_samples(turn.hands) if self._is_listed else [1] * len(turn.hands)
+        sizes = [len(hand) if self._is_listed else 1 for hand in turn.hands]
         pairs = zip(replicas, sizes, strict=False)
         return turn._replace(repeats=[size * (replica >= first) for replica, size in pairs])
 
@@ -154,11 +156,6 @@ class ShardingPlan:
             for series, indices in zip(keys, turn.hands, strict=False):
                 yield Keyed(series.at(batch), indices, reads_content)
             batch += 1
-
-    def count_samples(self, hands: Sequence[Any]) -> list[int]:
-        """Return how many samples the indices of each batch stand for."""
-        is_flat = self._is_single and not self._is_listed
-        return [1 if is_flat else len(hand) for hand in hands]
 
     def leave(self, position: Position) -> None:
         """End a pass early, at the position of the next iteration."""
@@ -191,8 +188,7 @@ class ShardingPlan:
             The indices; ``None`` as for :meth:`hands_at`.
         """
         hands = self.hands_at(position, dataset)
-        is_flat = self._is_single and not self._is_listed
-        return hands if hands is None or is_flat else list(chain.from_iterable(hands))
+        return hands if hands is None or self.is_flat else list(chain.from_iterable(hands))
 
     def hands_at(self, position: Position, dataset: Any) -> list[Any] | None:
         """Return the indices of one iteration for each of the V replicas.

@@ -123,11 +123,14 @@ class BatchIterator(ABC):
     def __iter__(self) -> Iterator[Any]:
         return self
 
-    @property
-    def sizes(self) -> Sequence[int] | None:
-        """The samples of each batch of the last iteration, for replicas of the process with one.
+    def size(self, place: int) -> int | None:
+        """Return how many samples a batch of the last iteration has, as the loader gave them.
 
-        These are the positions that the loader gave the batch; ``None`` if they are unknown.
+        Args:
+            place: its place among the batches of this process.
+
+        Returns:
+            The number; ``None`` if it is unknown.
         """
         return None
 
@@ -157,10 +160,9 @@ class WrappedBatches(BatchIterator):
     def __init__(self, batches: BatchIterator) -> None:
         self._batches = batches
 
-    @property
-    def sizes(self) -> Sequence[int] | None:
+    def size(self, place: int) -> int | None:
         """As in the other pass."""
-        return self._batches.sizes
+        return self._batches.size(place)
 
     def catch_up(self) -> Iterator[None]:
         """Read again what is before the position."""

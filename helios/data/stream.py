@@ -443,10 +443,9 @@ class _StreamBatches(BatchIterator):
         self._is_begun = False
         self._sizes: list[int] = []
 
-    @property
-    def sizes(self) -> Sequence[int] | None:
-        """The samples of each batch."""
-        return self._sizes
+    def size(self, place: int) -> int | None:
+        """Return the samples of a batch."""
+        return self._sizes[place]
 
     def catch_up(self) -> Iterator[None]:
         """Read the epoch again up to the position."""

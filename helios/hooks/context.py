@@ -265,10 +265,13 @@ class Context(Generic[RunModel]):
         training; (0, 0) for batches without padding.
         """
         batches = self._run.batches
-        if batches is None or not batches.repeats or batches.sizes is None:
+        if batches is None or not batches.repeats:
+            return 0, 0
+        size = self._parts.find_batch_size()
+        if size is None:
             return 0, 0
         index = self._parts.replicas.local_replicas.index(self.replica)
-        return batches.repeats[index], batches.sizes[index]
+        return batches.repeats[index], size
 
     def agree(self, flag: bool) -> bool:
         """Return whether any process raises a flag; the same on all processes.

@@ -141,7 +141,7 @@ class EvaluationLoop(Loop):
         is_enough = self._step == self._limit
         found: Any = _END if is_enough else next(self._batches, _END)
         has_ended = found is _END
-        shares = [] if has_ended else self._pair(found, self._batches.sizes)
+        shares = [] if has_ended else self._pair(found, self._batches)
         num_idle = self._parts.runner.count_idle(len(shares))
         if has_ended and not num_idle:
             self._next_loader()
@@ -204,12 +204,15 @@ class EvaluationLoop(Loop):
         fields = (self.phase.value, self._pass_number, self._step, *which)
         rng.reseed(rng.key(self._parts.seed, *fields))
 
-    def _pair(self, batches: Sequence[Any], sizes: Sequence[int] | None) -> list[_ReplicaBatch]:
+    def _pair(self, found: Sequence[Any], batches: BatchIterator) -> list[_ReplicaBatch]:
         """Return the replicas of this process that have a batch, with it and its size."""
-        pairs = zip(self._parts.replicas.local_replicas, batches, strict=True)
-        found = [(replica, batch) for replica, batch in pairs if batch is not NO_BATCH]
-        known = [None] * len(found) if sizes is None else sizes
-        return [(*pair, size) for pair, size in zip(found, known, strict=True)]
+        return [
+            (replica, batch, batches.size(place))
+            for place, (replica, batch) in enumerate(
+                zip(self._parts.replicas.local_replicas, found, strict=True)
+            )
+            if batch is not NO_BATCH
+        ]
 
     def _process(self, shares: Sequence[_ReplicaBatch], step: int, *which: int) -> None:
         """Evaluate the batches of this process's replicas, between one pair of events."""

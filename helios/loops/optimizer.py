@@ -200,6 +200,7 @@ class OptimizerLoop(Loop):
         iteration, numbers = self._iteration, None
         if self._runner.is_first:
             iteration.beside = []
+        beside = iteration.beside
         for result in results:
             if isinstance(result, dict):
                 numbers = result if numbers is None else numbers | result
@@ -209,11 +210,11 @@ class OptimizerLoop(Loop):
                 for name, part in numbers.items()
                 if name != "loss" and _is_number(part)
             }
-            iteration.beside = [*iteration.beside, (self._runner.replica, shown)]
+            beside.append((self._runner.replica, shown))
         if self._log.sums:
             logged = self._log.take()
             if not self._run.is_repeating:
-                iteration.beside = [*iteration.beside, (self._runner.replica, logged)]
+                beside.append((self._runner.replica, logged))
 
     def advance(self, batch: Any) -> None:
         """Train on one micro-batch, and make the updates at the end of a window.
