@@ -18,8 +18,8 @@ from helios.model.model import Model, find_test_step, is_own
 from helios.plugins.averaging import EMA, WeightAverage
 from helios.run_parts import RunParts
 from helios.start.changes import refuse_unread_weights
-from helios.start.checkpoint_search import find_chosen
 from helios.start.model_setup import move_networks
+from helios.start.origin import find_chosen
 from helios.start.run import Run
 from helios.start.run_log import format_scores, open_logs
 from helios.start.trained_model import TrainedModel

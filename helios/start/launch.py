@@ -26,10 +26,9 @@ from helios.launch.rank import RankQueue, end_with_launcher
 from helios.launch.spawning import RankTracebackError, spawn
 from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
-from helios.start.checkpoint_search import require_present
 from helios.start.evaluate import evaluate
 from helios.start.fit import fit
-from helios.start.origin import find_replicas, find_stored, require_writable
+from helios.start.origin import find_replicas, find_stored, require_present, require_writable
 from helios.start.processes import (
     Stored,
     choose_processes,

@@ -27,15 +27,14 @@ from helios.ledger.writer import LedgerWriter
 from helios.listeners import Recorder
 from helios.replicas.on_all_ranks import on_first
 from helios.start.changes import Declared
-from helios.start.checkpoint_search import load_given, open_folder
 from helios.start.fit import train
 from helios.start.level import Reproducibility
 from helios.start.options import Options
-from helios.start.origin import Origin
-from helios.start.recorders import hash_definition, make_writer
+from helios.start.origin import Origin, load_given, open_folder
 from helios.start.run import Run
 from helios.start.signals import Signals
 from helios.start.training import set_up_training
+from helios.start.writers import hash_definition, make_writer
 from helios.text import with_step
 
 

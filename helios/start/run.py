@@ -46,7 +46,6 @@ from helios.replicas.replicas import Replicas
 from helios.run_parts import RunParts
 from helios.run_state import Place, RunState
 from helios.start.changes import read_fresh
-from helios.start.checkpoint_search import CheckpointChoice, Choice, choose_checkpoint
 from helios.start.hangs import HangWatch, Whereabouts
 from helios.start.model_setup import (
     build_networks,
@@ -62,6 +61,7 @@ from helios.start.objects import (
     warn_of_unread_datasets,
 )
 from helios.start.options import Options
+from helios.start.origin import CheckpointChoice, Choice, choose_checkpoint
 from helios.start.processes import (
     SAME_DATA,
     describe_data_sets,

@@ -47,7 +47,6 @@ from helios.start.level import (
 from helios.start.objects import check_training_source
 from helios.start.options import ROWS
 from helios.start.origin import Origin
-from helios.start.recorders import make_recorders
 from helios.start.resume import PendingLoad
 from helios.start.run import LOOP_PATH, Run
 from helios.start.run_log import (
@@ -57,8 +56,8 @@ from helios.start.run_log import (
     describe_plan,
     warn_of_idle_options,
 )
-from helios.start.saves import Saves, SaveTimer
 from helios.start.stateful import find_stranded_generators
+from helios.start.writers import Saves, SaveTimer, make_recorders
 from helios.terminal import root_logger as log
 from helios.text import count_text, with_step
 from helios.version import __version__

@@ -12,7 +12,7 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.options import KeepBest
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import CheckpointError
-from helios.start.checkpoint_search import CheckpointChoice, find_chosen
+from helios.start.origin import CheckpointChoice, find_chosen
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.engines.joined import replicas_on
 from tests.start.test_arguments import make

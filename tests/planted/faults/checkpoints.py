@@ -212,7 +212,7 @@ def the_index_of_a_sharded_checkpoint_is_believed(require, is_so, problem):
 
 
 @fault(
-    "helios.start.checkpoint_search:check_run_name",
+    "helios.start.origin:check_run_name",
     "tests/integration/test_which_run.py::test_another_runs_folder_is_refused_by_both_names",
 )
 def the_checkpoint_of_another_run_is_taken(check_name, *args):
