@@ -22,7 +22,6 @@ from helios.counters import TrainingState
 from helios.distributed.process_groups import has_failed, saving_group
 from helios.errors import SaveError, UsageError
 from helios.listeners import RunListener
-from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.storage import files
 from helios.storage.dcp_folder import copy_rows, split_sharded
@@ -162,7 +161,7 @@ class PlainWriter(CheckpointWriter):
             self._write(pending, is_now=self._thread.buffers is None)
             return pending.path
 
-        return on_first(self._replicas, write)
+        return self._replicas.on_first(write)
 
     def _begin(self, path: Path) -> Path | None:
         """Wait for the save before; returns the checkpoint of this place if it is committed."""
@@ -260,7 +259,7 @@ class PlainWriter(CheckpointWriter):
 
     def raise_failure(self) -> None:
         """Raise the error of a failed save that must end the training, in all processes."""
-        on_first(self._replicas, self._raise_own_failure)
+        self._replicas.on_first(self._raise_own_failure)
 
     def _raise_own_failure(self) -> None:
         if self.failure is not None:
@@ -278,7 +277,7 @@ class PlainWriter(CheckpointWriter):
             self._require_written()
             conclude(self.newest)
 
-        on_first(self._replicas, finish)
+        self._replicas.on_first(finish)
 
     def _require_written(self) -> None:
         self._thread.wait()
@@ -323,7 +322,7 @@ class ShardedWriter(PlainWriter):
             committed = self._begin(described[0].path)
             return committed or described[0].path, committed is None
 
-        path, is_new = on_first(self._replicas, begin)
+        path, is_new = self._replicas.on_first(begin)
         if not is_new:
             return path
         copies: list[Mapping[str, OwnRows]] = []
@@ -335,7 +334,7 @@ class ShardedWriter(PlainWriter):
             return self._copies.buffers is not None and self._thread.buffers is not None
 
         # No process begins to write before all have copied: an error would leave others waiting.
-        is_now = not all(on_each(self._replicas, copy))
+        is_now = not all(self._replicas.on_each(copy))
         draft = files.temporary_path(path)
 
         def write() -> None:
@@ -349,7 +348,7 @@ class ShardedWriter(PlainWriter):
 
         if is_now:
             write()
-            on_first(self._replicas, self._raise_own_failure)
+            self._replicas.on_first(self._raise_own_failure)
         else:
             self._in_flight = file_names.parse(path)
             self._thread.start(write)

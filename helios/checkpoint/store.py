@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.contents import RECORD_NAME, join_digests
-from helios.checkpoint.loading import Loaded, load_checkpoint
-from helios.checkpoint.options import CheckpointStore
+from helios.checkpoint.loading import RECORD_NAME, Loaded, join_digests, load_checkpoint
 from helios.checkpoint.record import require_keys
-from helios.checkpoint.retention import Entry, Retention
+from helios.checkpoint.retention import CheckpointStore, Entry, Retention
 from helios.checkpoint.sidecar import Sidecar
 from helios.core.sharded_tensors import RowShare
 from helios.errors import CheckpointError, DamagedCheckpointError, StateError

@@ -39,7 +39,6 @@ from helios.errors import RunMismatchError
 from helios.ledger.run_file import without_secrets
 from helios.model.model import Model
 from helios.model.schedulers import members_of, setting_names
-from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
 from helios.schedule import find_limit, is_limit
 from helios.start.options import OF_DATA, PARAMS, ROWS, Options, Scope, allows
@@ -444,7 +443,7 @@ def compare_fresh(run: Run, origin: Origin, declared: Declared) -> StartChanges:
             _refuse_other_values(found.values, found.code, run.name, loaded.path)
         return found
 
-    return on_first(run.replicas, compare)
+    return run.replicas.on_first(compare)
 
 
 def refuse_unread_weights(run: Run, record: Record) -> None:
@@ -577,7 +576,7 @@ class Declared:
             _refuse_other_values(found, (), run.name, loaded.path)
             return cls(stored_params(stored), is_over=True)
 
-        return on_first(run.replicas, compare)
+        return run.replicas.on_first(compare)
 
 
 def name_params(params: Mapping[str, Any]) -> dict[str, Any]:

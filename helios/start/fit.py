@@ -13,7 +13,6 @@ from helios.checkpoint import file_names
 from helios.checkpoint.capture import choose_trained
 from helios.checkpoint.record import Record
 from helios.errors import Interrupted, UsageError
-from helios.replicas.on_all_ranks import on_first
 from helios.start import run_log
 from helios.start.changes import (
     Declared,
@@ -38,10 +37,10 @@ def fit(run: Run) -> bool | Interrupted:
     reason = find_end(run.options, origin.loaded)
     declared = Declared.compare(run, origin, is_finished=bool(reason))
     if reason:
-        on_first(run.replicas, partial(_refuse_again, run))
+        run.replicas.on_first(partial(_refuse_again, run))
         _restore_end(run, origin, declared, reason)
         return True
-    on_first(run.replicas, partial(require_writable, run.options, run.model.save_name))
+    run.replicas.on_first(partial(require_writable, run.options, run.model.save_name))
     training = set_up_training(run, origin, declared)
     run.describe_rescue = training.describe_rescue
     reason = train(training)
@@ -54,7 +53,7 @@ def train(training: Training) -> str:
     training.begun_at = origin.iteration
     if origin.loaded is not None:
         load_checkpoint(training)
-    on_first(run.replicas, partial(set_newer_aside, origin))
+    run.replicas.on_first(partial(set_newer_aside, origin))
     run_log.cut_logs()
     for listener in training.parts.run_listeners:
         listener.opened()
@@ -156,4 +155,4 @@ def _restore_end(run: Run, origin: Origin, declared: Declared, reason: str) -> N
     is_passed = is_shortened(run.options, record.options)
     report_finished(run.name, loaded, reason, is_passed=is_passed)
     changes.report()
-    on_first(run.replicas, partial(set_newer_aside, origin))
+    run.replicas.on_first(partial(set_newer_aside, origin))

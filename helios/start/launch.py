@@ -24,7 +24,6 @@ from helios.errors import Interrupted, RankError
 from helios.launch.launcher import Launch
 from helios.launch.rank import RankQueue, end_with_launcher
 from helios.launch.spawning import RankTracebackError, spawn
-from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
 from helios.start.evaluate import evaluate
 from helios.start.fit import fit
@@ -127,7 +126,7 @@ def _take_part(run: Run, launch: Launch) -> Any:
         if run.phase is Phase.PREDICTION:
             return _run_here(run, launch, 0)
         team = Replicas(launch.info.world_size, launch.info)
-        stored = on_first(team, lambda: _find_stored(run))
+        stored = team.on_first(lambda: _find_stored(run))
         team.close()
         _, num_replicas = _choose_numbers(run, launch, stored)
         result = _run_here(run, launch, num_replicas)

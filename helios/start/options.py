@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from helios.best import BestRule, Mode
-from helios.checkpoint.options import CheckpointStore, KeepBest
+from helios.checkpoint.retention import CheckpointStore, KeepBest
 from helios.core.plain_values import flatten_params
 from helios.core.rng import get_default_seed
 from helios.counters import Phase, TrainingUnit

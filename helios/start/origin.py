@@ -40,7 +40,6 @@ from helios.errors import (
     RunMismatchError,
 )
 from helios.plugins.plugin import Plugin
-from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.start.options import Options
 from helios.start.processes import Stored
@@ -186,17 +185,17 @@ def load_together(
         return found is not None, damage
 
     while True:
-        path, facts = on_first(team, look)
+        path, facts = team.on_first(look)
         if path is None:
             return None, facts
-        reports = on_each(team, partial(load, path))
+        reports = team.on_each(partial(load, path))
         damage = next((damage for _, damage in reports if damage), "")
         has_loaded = [is_loaded for is_loaded, _ in reports]
         if damage:
-            on_first(team, partial(pass_over, path, damage))
+            team.on_first(partial(pass_over, path, damage))
         elif all(has_loaded):
             return found, facts
-        elif not on_first(team, partial(file_names.is_gone, path)):
+        elif not team.on_first(partial(file_names.is_gone, path)):
             # Rank 0 still sees it.
             raise CheckpointError(
                 f"Rank 0 of {team.num_processes} loads {path}, but rank {has_loaded.index(False)} "
@@ -302,7 +301,7 @@ def find_chosen(
     if choice.is_none:
         return None, []
     if choice.is_required:
-        on_first(team, lambda: require_present(choice, options, save_name, run_name))
+        team.on_first(lambda: require_present(choice, options, save_name, run_name))
     if choice.path is not None:
         return load_given(choice.path, safe_types, team, share), []
     folder = open_folder(options, save_name)
@@ -470,9 +469,9 @@ def _lock_folder(folder: RunFolder, run: Run) -> FolderLock:
             lock.acquire()
         return lock.owner
 
-    owner = on_first(team, take)
+    owner = team.on_first(take)
     if can_save and owner:
-        on_each(team, lambda: _require_sight(lock.path, owner, team))
+        team.on_each(lambda: _require_sight(lock.path, owner, team))
     return lock
 
 

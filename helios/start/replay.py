@@ -25,7 +25,6 @@ from helios.ledger.compare import LedgerFollower, Replay
 from helios.ledger.line import step_of
 from helios.ledger.writer import LedgerWriter
 from helios.listeners import Recorder
-from helios.replicas.on_all_ranks import on_first
 from helios.start.changes import Declared
 from helios.start.fit import train
 from helios.start.level import Reproducibility
@@ -264,7 +263,7 @@ def replay(run: Run) -> Replay:
     run.prepare_data()
     assert run.replay is not None
     # If the run trains meanwhile, processes may have seen different checkpoints.
-    part = on_first(run.replicas, lambda: run.replay)
+    part = run.replicas.on_first(lambda: run.replay)
     assert part is not None
     types = run.model.types_for_safe_load()
     loaded, known = None, None
@@ -278,7 +277,7 @@ def replay(run: Run) -> Replay:
     comparison = _Comparison(run, part, origin.record)
     make, ask = comparison.make_recorders, comparison.ask
     train(set_up_training(run, origin, declared, make=make, ask=ask, known=known))
-    return on_first(run.replicas, comparison.conclude)
+    return run.replicas.on_first(comparison.conclude)
 
 
 @dataclass

@@ -35,7 +35,6 @@ from helios.findings import list_missing
 from helios.ledger.book import FILE_NAME, read_lines_before
 from helios.ledger.writer import add_up, as_numbers, from_numbers
 from helios.model.schedulers import NewSettings
-from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
 from helios.run_parts import RunParts
 from helios.start.changes import (
@@ -162,7 +161,7 @@ def load_checkpoint(training: Training) -> None:
     if parts.schedulers is not None:
         parts.schedulers.remember()
     parts.hooks.emit("on_checkpoint_loaded")
-    on_first(run.replicas, partial(_compare_machine, training, record))
+    run.replicas.on_first(partial(_compare_machine, training, record))
 
 
 def _continue_best(record: Record, rule: BestRule | None) -> BestSoFar:
@@ -334,7 +333,7 @@ class DataCheck:
         self._replicas = replicas
         self._is_strict = is_strict
         self._note = note
-        self._trained = on_first(replicas, lambda: _find_last_batch(record, folder, source))
+        self._trained = replicas.on_first(lambda: _find_last_batch(record, folder, source))
         self._suspect: _Seen | None = None
 
     def before_load(self) -> None:

@@ -41,13 +41,13 @@ from helios.listeners import RunListener
 from helios.loops.loop import Loop, LoopStates
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
-from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.run_parts import RunParts
 from helios.run_state import Place, RunState
 from helios.start.changes import read_fresh
 from helios.start.hangs import HangWatch, Whereabouts
 from helios.start.model_setup import (
+    SetupContext,
     build_networks,
     set_train_mode,
     take_own_processor,
@@ -70,7 +70,6 @@ from helios.start.processes import (
     options_that_must_match,
     require_alike,
 )
-from helios.start.setup_context import SetupContext
 from helios.start.signals import Listener, find_signal_code
 from helios.start.stateful import find_owners
 from helios.start.trained_model import TrainedModel
@@ -435,7 +434,7 @@ class Run:
         """
         numbers = self.team.gather_objects(self.signals.number)
         number = next((number for number in numbers if number is not None), None)
-        return Interrupted(on_first(self.team, lambda: self.find_code(number)), reason)
+        return Interrupted(self.team.on_first(lambda: self.find_code(number)), reason)
 
     def _tear_down(self, *, is_regular: bool) -> None:
         self.is_live = False
@@ -510,7 +509,7 @@ class Run:
                 self.datamodule.prepare_data()
 
         if not self.is_rank:
-            on_each(self.team, prepare)
+            self.team.on_each(prepare)
 
     def restore(self, trained: Trained) -> None:
         """Set everything up, with the results of a call that has ended."""

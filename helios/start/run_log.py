@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from helios.best import BestRule, BestValidation
-from helios.checkpoint.options import KeepBest
 from helios.checkpoint.record import Record
+from helios.checkpoint.retention import KeepBest
 from helios.core.environment import get_env_info_str
 from helios.core.wrappers import class_of
 from helios.counters import Phase, TrainingState

@@ -28,7 +28,7 @@ from torch import multiprocessing, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from helios.checkpoint import loading
-from helios.checkpoint.options import CheckpointStore
+from helios.checkpoint.retention import CheckpointStore
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.sharded_tensors import RowShare, cut_like

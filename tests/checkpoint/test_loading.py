@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint import contents, file_names
+from helios.checkpoint import file_names
 from helios.checkpoint.loading import Depth
 from helios.checkpoint.status import examine
 from helios.checkpoint.store import CheckpointStore, RunFolder, load_checkpoint
@@ -237,7 +237,7 @@ def test_a_disk_that_fails_is_not_called_damage(
     def fail(path: Path, watch: object) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(contents, "digest_file", fail)
+    monkeypatch.setattr(loading, "digest_file", fail)
     with pytest.raises(CheckpointError, match=r"run_epoch_1_iter_3\.pth.*Permission") as caught:
         folder.load_newest()
     assert not isinstance(caught.value, DamagedCheckpointError)

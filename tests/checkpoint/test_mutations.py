@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.options import CheckpointStore, KeepBest
-from helios.checkpoint.retention import Retention
+from helios.checkpoint.retention import CheckpointStore, KeepBest, Retention
 from helios.checkpoint.store import RunFolder
 from helios.errors import CheckpointError
 from tests.checkpoint.helpers import is_same, make_payload, save

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helios.checkpoint.options import CheckpointStore, KeepBest
+from helios.checkpoint.retention import CheckpointStore, KeepBest
 from helios.errors import ArgumentError, UsageError
 
 

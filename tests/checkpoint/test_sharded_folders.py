@@ -13,9 +13,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.contents import INDEX_NAME, METADATA_NAME, RECORD_NAME
 from helios.checkpoint.export import select_weights
-from helios.checkpoint.loading import Checked, Condition, Depth
+from helios.checkpoint.loading import (
+    INDEX_NAME,
+    METADATA_NAME,
+    RECORD_NAME,
+    Checked,
+    Condition,
+    Depth,
+)
 from helios.checkpoint.outline import compare_checkpoints, list_tensors
 from helios.checkpoint.status import examine, look_into
 from helios.checkpoint.store import CheckpointStore, RunFolder

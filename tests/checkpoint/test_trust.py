@@ -346,7 +346,7 @@ ALLOWED = {
     "storage/dcp_folder.py": {"torch.load"},
     "distributed/pickling.py": {"pickle.loads", "torch.load"},
     "launch/spawning.py": {"pickle.loads"},
-    "replicas/on_all_ranks.py": {"pickle.loads"},
+    "replicas/replicas.py": {"pickle.loads"},
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.options import KeepBest
+from helios.checkpoint.retention import KeepBest
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import CheckpointError
 from helios.start.origin import CheckpointChoice, find_chosen

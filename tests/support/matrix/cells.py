@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import helios
-from helios.checkpoint.options import CheckpointStore
+from helios.checkpoint.retention import CheckpointStore
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.matrix.owners import OWNERS, Subjects, build
