@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint import file_names
+from helios.checkpoint import file_names, loading
 from helios.checkpoint.loading import Depth
 from helios.checkpoint.status import examine
 from helios.checkpoint.store import CheckpointStore, RunFolder, load_checkpoint
