@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias
 
 from helios.checkpoint import file_names
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
@@ -26,7 +24,7 @@ from helios.replicas.replicas import Replicas
 from helios.storage import files
 from helios.storage.dcp_folder import copy_rows, split_sharded
 from helios.storage.files import FileFacts
-from helios.storage.staging import HostBuffers
+from helios.storage.staging import WriterThread
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -361,7 +359,7 @@ class ShardedWriter(PlainWriter):
         from helios.storage.dcp_folder import save_rows
 
         try:
-            return save_rows(draft, rows, self._group, hashes=self._folder.options.digest)
+            return save_rows(draft, rows, self._group)
         except Exception as error:
             return error
 
@@ -371,102 +369,3 @@ class ShardedWriter(PlainWriter):
             super().close()
         finally:
             self._copies.close()
-
-
-Result = TypeVar("Result")
-
-
-@final
-class WriterThread:
-    """Runs work in a thread; the work must not raise.
-
-    Args:
-        name: the name of the thread.
-        content: what it writes, in messages.
-        copies: whether the work may have copies; otherwise nothing is copied.
-        pins: whether what it writes is on CUDA devices.
-
-    Attributes:
-        buffers: the memory of the copies; ``None`` where nothing is copied.
-    """
-
-    def __init__(
-        self, name: str, *, content: str = "", copies: bool = False, pins: bool = False
-    ) -> None:
-        self.buffers = HostBuffers(pins=pins) if copies else None
-        self._name = name
-        self._content = content
-        self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
-        self._is_idle = threading.Event()
-        self._is_idle.set()
-
-    def copying(self, make: Callable[[HostBuffers | None], Result]) -> Result:
-        """Return what a function makes, with copies if memory allows; else it gets ``None``."""
-        if self.buffers is not None:
-            try:
-                return make(self.buffers)
-            except MemoryError as error:
-                self.buffers = None
-                _LOGGER.warning(
-                    "There is too little memory for a copy of %s (%s), so training waits from now "
-                    "on until each checkpoint is on the disk, as with "
-                    "CheckpointStore(is_async=False).",
-                    self._content,
-                    error,
-                )
-        return make(None)
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Begin with the next work; the one before must have ended."""
-
-        def run() -> None:
-            try:
-                work()
-            finally:
-                self._is_idle.set()
-
-        thread = threading.Thread(target=run, name=self._name)
-        self._is_idle.clear()
-        try:
-            thread.start()
-        except RuntimeError:
-            self._is_idle.set()
-            raise
-        self._thread = thread
-
-    def wait(self) -> None:
-        """Wait until no work is in progress."""
-        if os.getpid() != self._pid:
-            # A forked process has no such thread, and would wait forever.
-            self._thread = None
-            return
-        # Before Python 3.13, an interrupted join takes the thread for ended.
-        self._is_idle.wait()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def close(self) -> None:
-        """Wait until no work is in progress, and release the memory.
-
-        An interruption is raised afterwards. It does not shorten the wait: the thread must stop
-        writing to the folder before another run may use it.
-        """
-        try:
-            self._wait_without_interruption()
-        finally:
-            if self.buffers is not None:
-                self.buffers.release()
-
-    def _wait_without_interruption(self) -> None:
-        interruption: KeyboardInterrupt | None = None
-        has_waited = False
-        while not has_waited:
-            try:
-                self.wait()
-                has_waited = True
-            except KeyboardInterrupt as error:
-                interruption = error
-        if interruption is not None:
-            raise interruption
