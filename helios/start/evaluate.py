@@ -32,7 +32,7 @@ def evaluate(run: Run) -> Any:
     """Load a checkpoint, or take the model that ``fit`` has trained, and run one pass."""
     run.prepare_data()
     after_fit = run.trained
-    loaded, reasons = (None, []) if run.is_as_it_is else _find_chosen(run)
+    loaded, reasons = (None, []) if run.is_as_it_is else find_chosen(run)
     record = None if loaded is None else run.detach(loaded.record)
     if loaded is not None:
         _add_averages(run, loaded)
@@ -91,18 +91,6 @@ def _run_pass(run: Run, ask: Callable[[], str]) -> tuple[Any, str]:
         run.signals.note_safe_point()
     reasons = [] if run.team.has_single_process else run.team.gather_objects(ask())
     return result, next(filter(None, reasons), "")
-
-
-def _find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
-    return find_chosen(
-        run.choice,
-        run.options,
-        run.model.save_name,
-        run.model.types_for_safe_load(),
-        run_name=run.name,
-        team=run.team,
-        share=run.share,
-    )
 
 
 def _add_averages(run: Run, loaded: Loaded) -> None:

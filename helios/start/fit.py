@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from helios.checkpoint import file_names
 from helios.checkpoint.capture import choose_trained
 from helios.checkpoint.record import Record
 from helios.errors import Interrupted, UsageError
@@ -40,7 +39,7 @@ def fit(run: Run) -> bool | Interrupted:
         run.replicas.on_first(partial(_refuse_again, run))
         _restore_end(run, origin, declared, reason)
         return True
-    run.replicas.on_first(partial(require_writable, run.options, run.model.save_name))
+    run.replicas.on_first(partial(require_writable, run))
     training = set_up_training(run, origin, declared)
     run.describe_rescue = training.describe_rescue
     reason = train(training)
@@ -77,11 +76,11 @@ def _finish(training: Training, reason: str) -> bool | Interrupted:
     for listener in training.parts.run_listeners:
         listener.ended(reason, interruption=interruption)
     if interruption is not None:
-        rescue, end = training.describe_rescue(), _describe_end(training)
+        rescue, end = training.describe_rescue(), run_log.describe_end(training)
         _LOGGER.warning("The training was interrupted: %s. %s%s", interruption, rescue, end)
         return run.interrupt(interruption)
     run.signals.warn_of_late_signals()
-    _LOGGER.info("Training has ended: %s.%s", reason, _describe_end(training))
+    _LOGGER.info("Training has ended: %s.%s", reason, run_log.describe_end(training))
     return True
 
 
@@ -107,28 +106,9 @@ def _record_end(training: Training) -> Record:
         rng={},
         num_threads=torch.get_num_threads(),
         num_replicas=replicas.num_replicas,
-        options=training.definition.options,
+        options=training.options,
         # Other processes have no logs.
         **(run_log.log_places() if replicas.rank == 0 else {}),
-    )
-
-
-def _describe_end(training: Training) -> str:
-    """Return how far the training has come, as lines for the log; waits for saves."""
-    state, newest = training.parts.run, training.saves.writer.wait()
-    best, file_name = state.best.best, None
-    if best is not None and newest is not None:
-        paths = file_names.find_checkpoints(newest.parent)
-        names = {file_names.iteration_of(path): path.name for path in paths}
-        file_name = names.get(best.iteration, "")
-    return run_log.describe_progress(
-        state.state,
-        seconds=training.seconds,
-        begun_at=training.begun_at,
-        scores=training.scores.summarize(best, file_name),
-        nonfinite=training.parts.loss_means.nonfinite,
-        newest=newest,
-        has_report=bool(training.parts.recorders),
     )
 
 

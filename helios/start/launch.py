@@ -71,7 +71,7 @@ def _perform(run: Run) -> Any:
             return _run_here(run, launch, num_replicas)
         if run.phase is not Phase.TRAINING:
             # An error here is raised once, and before any process is started.
-            require_present(run.choice, run.options, run.model.save_name, run.name)
+            require_present(run)
         run.enter(launch, num_replicas, is_shown=False)
         return run.execute(lambda run: _run_in_ranks(run, num_processes, num_replicas))
 
@@ -96,16 +96,14 @@ def _listening(run: Run, find_code: Callable[[int], int]) -> Iterator[None]:
 
 def _find_stored(run: Run) -> Stored | None:
     """Return what the checkpoint that the call begins with says of the run."""
-    model, is_fit = run.model, run.phase is Phase.TRAINING
-    types = model.types_for_safe_load()
     if run.is_as_it_is or run.choice.is_none:
         return None
     if run.choice.path is not None:
-        return find_replicas(run.choice.path, types)
-    stored = find_stored(run.options, model.save_name, types, is_fit=is_fit)
-    if is_fit and stored is None and run.replay is None:
+        return find_replicas(run.choice.path, run.model.types_for_safe_load())
+    stored = find_stored(run)
+    if run.phase is Phase.TRAINING and stored is None and run.replay is None:
         # A new run will save. An existing one may be finished, on a read-only disk.
-        require_writable(run.options, model.save_name)
+        require_writable(run)
     return stored
 
 

@@ -32,6 +32,7 @@ from helios.checkpoint.record import Record
 from helios.checkpoint.retention import Ranking, rank_checkpoints, with_sidecar
 from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder, find_damaged
 from helios.core.sharded_tensors import RowShare
+from helios.counters import Phase
 from helios.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -238,16 +239,14 @@ def _load_best(
 _MAX_NAMES = 8
 
 
-def require_present(
-    choice: CheckpointChoice, options: Options, save_name: str, run_name: str
-) -> None:
-    """Check that a checkpoint fits the choice, without loading it.
+def require_present(run: Run) -> None:
+    """Check that there is the checkpoint that an evaluation loads, without loading it.
 
     Raises:
         CheckpointError: if there is none; it names those there are.
         ArgumentError: if nothing decides which one is the best.
     """
-    folder = open_folder(options, save_name)
+    choice, folder = run.choice, open_folder(run.options, run.model.save_name)
     if choice.path is not None:
         if not file_names.is_present(choice.path):
             raise CheckpointError(
@@ -267,29 +266,11 @@ def require_present(
                 f"{_list_runs(folder.path)} {_UNTRAINED}"
             )
         if choice.is_best:
-            _rank(folder, choice.rule, run_name)
+            _rank(folder, choice.rule, run.name)
 
 
-def find_chosen(
-    choice: CheckpointChoice,
-    options: Options,
-    save_name: str,
-    safe_types: list[Any],
-    *,
-    run_name: str,
-    team: Replicas,
-    share: RowShare | None = None,
-) -> tuple[Loaded | None, list[str]]:
-    """Load the checkpoint of an evaluation, the same one in all processes of a team.
-
-    Args:
-        choice: which one.
-        options: where checkpoints are.
-        save_name: name of the run's folder.
-        safe_types: types that may be built.
-        run_name: name of the run, which the files of its folder begin with.
-        team: the processes; rank 0 searches.
-        share: what this process reads of sharded tensors.
+def find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
+    """Load the checkpoint of an evaluation, which rank 0 searches, in all its processes.
 
     Returns:
         The checkpoint, ``None`` if there is none; and why it was chosen.
@@ -298,18 +279,20 @@ def find_chosen(
         CheckpointError: if there is none that fits, or if it cannot be used.
         ArgumentError: if nothing decides which one is the best.
     """
+    choice, team, share = run.choice, run.team, run.share
     if choice.is_none:
         return None, []
     if choice.is_required:
-        team.on_first(lambda: require_present(choice, options, save_name, run_name))
+        team.on_first(partial(require_present, run))
+    safe_types = run.model.types_for_safe_load()
     if choice.path is not None:
         return load_given(choice.path, safe_types, team, share), []
-    folder = open_folder(options, save_name)
+    folder = open_folder(run.options, run.model.save_name)
     if folder is None:
         return None, []
     folder.share = share
     if choice.is_best:
-        load_best = partial(_load_best, folder, choice.rule, run_name, safe_types)
+        load_best = partial(_load_best, folder, choice.rule, run.name, safe_types)
         return load_together(load_best, safe_types, team, share, pass_over=_refuse_damaged)
 
     def load_newest() -> tuple[Loaded | None, list[str]]:
@@ -318,8 +301,8 @@ def find_chosen(
 
     pass_over = partial(folder.pass_over, renames=False)
     loaded, reasons = load_together(load_newest, safe_types, team, share, pass_over=pass_over)
-    if options.run_name and loaded is not None:
-        check_run_name(loaded, run_name, folder)
+    if run.options.run_name and loaded is not None:
+        check_run_name(loaded, run.name, folder)
     return loaded, reasons
 
 
@@ -432,13 +415,14 @@ def _describe(folder: RunFolder | None) -> str:
     return f"{folder.path} holds {', '.join(reversed(names[-_MAX_NAMES:]))}{more}. "
 
 
-def require_writable(options: Options, save_name: str) -> None:
+def require_writable(run: Run) -> None:
     """Refuse a folder that cannot be written to, before the first save would fail.
 
     Raises:
         ArgumentError: if the run saves, and its folder cannot be created or written to.
     """
-    folder = open_folder(options, save_name)
+    options = run.options
+    folder = open_folder(options, run.model.save_name)
     if folder is None or not options.can_save:
         return
     try:
@@ -566,21 +550,16 @@ def _search_stored(
     return file_names.search(folder.path, look, listed=listed)
 
 
-def find_stored(
-    options: Options, save_name: str, safe_types: list[Any], *, is_fit: bool
-) -> Stored | None:
+def find_stored(run: Run) -> Stored | None:
     """Return what the run was started with; ``None`` for a new run.
 
-    Args:
-        options: where checkpoints are, and which one is resumed.
-        save_name: name of the run's folder.
-        safe_types: types that may be built.
-        is_fit: whether ``resume`` applies; an evaluation uses the newest checkpoint.
+    An evaluation uses the newest checkpoint, whatever ``resume`` says.
 
     Raises:
         CheckpointError: if the newest checkpoint is undamaged, but cannot be used.
     """
-    folder = open_folder(options, save_name)
+    is_fit, options = run.phase is Phase.TRAINING, run.options
+    folder, safe_types = open_folder(options, run.model.save_name), run.model.types_for_safe_load()
     if folder is None or (is_fit and options.resume == "never"):
         return None
     # Any checkpoint of the run will do, so one listing is enough, unless it holds none: a training

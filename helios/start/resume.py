@@ -35,7 +35,6 @@ from helios.findings import list_missing
 from helios.ledger.book import FILE_NAME, read_lines_before
 from helios.ledger.writer import add_up, as_numbers, from_numbers
 from helios.model.schedulers import NewSettings
-from helios.replicas.replicas import Replicas
 from helios.run_parts import RunParts
 from helios.start.changes import (
     ORDERING,
@@ -191,21 +190,21 @@ def _note_changes(
     Raises:
         RunMismatchError: for a change that was not allowed.
     """
-    run, parts, definition = training.run, training.parts, training.definition
+    run, parts = training.run, training.parts
     options, source, changes = run.options, parts.training_source, training.changes
     if is_extended(options, record.options):
         cursor.go_on()
     identity = describe_identity(options, source.description, run.engine)
     allowed = reconcile(
         record.options | name_params(stored_params(record.options)),
-        identity | name_params(definition.params),
+        identity | name_params(training.params),
         options,
         state=state,
         cursor=cursor,
     )
     skipped = (record.options.get("skip_batches", ()), options.skip_batches)
     check_skipped(*skipped, source, cursor)
-    made = definition.changes.report()
+    made = training.setup_changes.report()
     changes += [*allowed, *made]
     parts.run.has_changed |= bool(allowed or made)
     renamed = note_fingerprint(source.description, record.options)
@@ -218,27 +217,16 @@ def _note_changes(
 
 def _check_data(training: Training, record: Record, changes: list[str]) -> None:
     """Fetch the last batch again, unless the data is known to be another, or is replayed."""
-    run, loaded = training.run, training.origin.loaded
     names = {text.partition(":")[0] for text in changes}
-    is_other = bool(names & {*ORDERING, "fingerprint"})
-    if run.replay is not None or loaded is None or is_other:
-        return
-    check = DataCheck(
-        record,
-        loaded.path.parent,
-        training.parts.training_source,
-        replicas=run.replicas,
-        is_strict=run.options.on_incomplete == "raise",
-        note=training.changes.append,
-    )
-    check.before_load()
-    training.pending.data_check = check
+    if training.run.replay is None and not names & {*ORDERING, "fingerprint"}:
+        training.pending.data_check = DataCheck(training, record)
+        training.pending.data_check.before_load()
 
 
 def _make_adoption(training: Training) -> Callable[[], None]:
     """Return what puts the settings of ``setup`` back after the load, if they are allowed."""
     schedulers = training.parts.schedulers
-    if not training.definition.changes.adopts or schedulers is None:
+    if not training.setup_changes.adopts or schedulers is None:
         return lambda: None
     return NewSettings(training.run.model.discovery.optimizers(), schedulers).apply
 
@@ -311,29 +299,18 @@ class DataCheck:
     All processes make it and call its methods together.
 
     Args:
+        training: the training; a difference is recorded among its changes.
         record: the checkpoint.
-        folder: where the ledger is that the checkpoint belongs to.
-        source: the training data.
-        replicas: the replicas of the run.
-        is_strict: whether a difference is an error.
-        note: takes a difference as text, to be recorded.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        folder: Path,
-        source: Source,
-        *,
-        replicas: Replicas,
-        is_strict: bool,
-        note: Callable[[str], None],
-    ) -> None:
-        self._source = source
-        self._replicas = replicas
-        self._is_strict = is_strict
-        self._note = note
-        self._trained = replicas.on_first(lambda: _find_last_batch(record, folder, source))
+    def __init__(self, training: Training, record: Record) -> None:
+        loaded, source = training.origin.loaded, training.parts.training_source
+        assert loaded is not None
+        self._source, self._changes = source, training.changes
+        self._replicas = training.run.replicas
+        self._is_strict = training.run.options.on_incomplete == "raise"
+        folder = loaded.path.parent
+        self._trained = self._replicas.on_first(lambda: _find_last_batch(record, folder, source))
         self._suspect: _Seen | None = None
 
     def before_load(self) -> None:
@@ -381,7 +358,7 @@ class DataCheck:
             _LOGGER.info(_UNKNOWN, place, "what the run or a hook has set in the data set")
             return
         text = _describe(trained, seen)
-        self._note(f"other training data than at iteration {trained.iteration}")
+        self._changes.append(f"other training data than at iteration {trained.iteration}")
         if self._is_strict:
             # Rank 0 reports it; the errors of the others follow from that.
             cause = RankError("Rank 0 has raised the same error.") if self._replicas.rank else None

@@ -615,17 +615,9 @@ class Run:
 
     def find_owners(self, source: Source | None = None) -> None:
         """Find who holds state, and what a training starts with, right after the set-up."""
-        self.owners = find_owners(
-            self.plugins,
-            self.model,
-            self.datamodule,
-            engine=self.engine,
-            loop=(LOOP_PATH, self.loops.fit),
-            source=source,
-            validation=self.sources.get(Phase.VALIDATION, ()) if source is not None else (),
-        )
+        self.owners = find_owners(self, LOOP_PATH, source)
         if self.phase is Phase.TRAINING:
-            self.fresh = read_fresh(self.model, self.datamodule, self.owners.parts)
+            self.fresh = read_fresh(self)
 
     def set_up(
         self, *, is_inference: bool, is_resumed: bool = False, makes_base: bool = False
