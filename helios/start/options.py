@@ -247,15 +247,6 @@ _RESUME = _must_be(
 )
 
 
-def _gpus(name: str, value: Any) -> Any:
-    """Leave the check to ``select_gpus``: GPUs are counted where they are chosen."""
-    return value
-
-
-def _params(name: str, value: Any) -> dict[str, Any]:
-    return flatten_params(value)
-
-
 def _folder(name: str, value: object) -> Path | None:
     """Return a folder's path, which need not exist, but must not be that of a file."""
     if value is None:
@@ -311,7 +302,8 @@ class Options:
     enable_deterministic: bool = option(False, _FLAG, START)
     early_stop_cycles: int | None = option(None, _PATIENCE, END, idle_without="valid_frequency")
     use_cpu: bool | None = option(None, _CHOICE, NONE, excludes=("engine",))
-    gpus: list[int] | None = option(None, _gpus, NONE, excludes=("engine",))
+    # GPUs are counted, and checked, where they are chosen.
+    gpus: list[int] | None = option(None, lambda name, value: value, NONE, excludes=("engine",))
     random_seed: int | None = option(None, _SEED, RUN)
     enable_tensorboard: bool = option(False, _FLAG, NONE, needs="run_path")
     enable_file_logging: bool = option(False, _FLAG, NONE, needs="log_path")
@@ -344,7 +336,7 @@ class Options:
     skip_batches: tuple[int, ...] = option((), _NUMBERS, RUN)
     sanity_steps: int = option(0, _NATURAL, START)
     batch_limits: dict[Phase, int] = option(None, _LIMITS, START)
-    params: dict[str, Any] = option(None, _params, NONE)
+    params: dict[str, Any] = option(None, lambda name, value: flatten_params(value), NONE)
     max_restarts: int = option(0, _NATURAL, NONE, idle_without="starts_processes")
     hang_timeout: float | None = option(None, _POSITIVE, START)
 

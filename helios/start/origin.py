@@ -19,7 +19,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
@@ -40,7 +40,7 @@ from helios.errors import (
     DamagedCheckpointError,
     RunMismatchError,
 )
-from helios.plugins.plugin import Plugin
+from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.start.options import Options
 from helios.start.processes import Stored
@@ -77,34 +77,27 @@ class CheckpointChoice:
     is_required: bool = False
 
 
-def choose_checkpoint(
-    asked: Choice,
-    options: Options,
-    plugins: Iterable[Plugin],
-    *,
-    has_fitted: bool,
-    may_lack: bool,
-) -> CheckpointChoice:
-    """Return what the argument means.
+def choose_checkpoint(run: Run, asked: Choice, *, has_fitted: bool) -> CheckpointChoice:
+    """Return what the argument of an evaluation means.
 
     Args:
+        run: the call.
         asked: the argument.
-        options: where checkpoints are, and how they are kept.
-        plugins: those of the trainer.
         has_fitted: whether the trainer has trained: its newest checkpoint comes from
             ``resume=<path>`` then, otherwise that file itself is meant.
-        may_lack: whether the model has weights without a checkpoint.
 
     Raises:
         ArgumentTypeError: if it is neither a string nor a path.
         ArgumentError: for a URL, and if there is no folder to look in.
     """
+    options = run.options
     if asked is None:
         return CheckpointChoice(is_none=True)
     if asked == "auto" and not has_fitted and options.resume_path is not None:
         asked = options.resume_path
     if asked == "auto":
-        return CheckpointChoice(is_required=not may_lack)
+        has_own = type(run.model).load_for_testing is not Model.load_for_testing
+        return CheckpointChoice(is_required=run.trained is None and not has_own)
     if not isinstance(asked, str | Path):
         raise ArgumentTypeError(
             'Trainer.test(checkpoint=...) must be "best", "newest", a file or None, got '
@@ -120,7 +113,8 @@ def choose_checkpoint(
         )
     if asked == "newest":
         return CheckpointChoice(is_required=True)
-    return CheckpointChoice(is_best=True, rule=options.find_rule(plugins), is_required=True)
+    rule = options.find_rule(run.plugins.values())
+    return CheckpointChoice(is_best=True, rule=rule, is_required=True)
 
 
 SHARING = (

@@ -74,7 +74,7 @@ from helios.start.stateful import find_owners
 from helios.start.trained_model import TrainedModel
 from helios.state.owners import Owners
 from helios.terminal import root_logger as log
-from helios.terminal.progress import Display, create_display
+from helios.terminal.progress import Display, ProgressDisplay
 
 if TYPE_CHECKING:
     from helios.start.replay import ReplayRange
@@ -223,20 +223,12 @@ class Run:
 
     def _choose(self, checkpoint: Choice, last: TrainedModel | None) -> None:
         """Decide what is evaluated."""
-        model = self.model
-        if last is not None and last.model is model:
+        if last is not None and last.model is self.model:
             self.trained = last
             if checkpoint in ("auto", None):
                 self.reason_to_load = last.reason_to_load
                 self.is_as_it_is = not self.reason_to_load
-        has_own = type(model).load_for_testing is not Model.load_for_testing
-        self.choice = choose_checkpoint(
-            checkpoint,
-            self.options,
-            self.plugins.values(),
-            has_fitted=last is not None,
-            may_lack=self.trained is not None or has_own,
-        )
+        self.choice = choose_checkpoint(self, checkpoint, has_fitted=last is not None)
 
     def _be_idle(self) -> None:
         """Have nothing that belongs to this process."""
@@ -287,8 +279,8 @@ class Run:
         self.hooks = self._make_bus()
         self.display = Display()
         self._is_shown = is_shown
-        if is_shown:
-            self.display = create_display(self.options.enable_progress_bar)
+        if is_shown and self.info.rank == 0:
+            self.display = ProgressDisplay(self.options.enable_progress_bar)
         self.sources: dict[Phase, list[Source]] = {}
         self.settings = ExitStack()
         self.fresh: dict[str, Any] = {}
