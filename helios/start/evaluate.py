@@ -120,17 +120,13 @@ def _set_up_for(run: Run, state: Trained | None) -> Callable[[RunParts], None]:
     run.find_owners(run.open_saved_source(state))
     if state is None:
         run.model.load_for_testing()
-        return _do_nothing
+        return lambda parts: None
 
     def restore(parts: RunParts) -> None:
         apply_trained(state, parts, is_inference=True)
         _remove_unrestored(run)
 
     return restore
-
-
-def _do_nothing(parts: RunParts) -> None:
-    return
 
 
 def _set_up_around(run: Run, trained: TrainedModel) -> Callable[[RunParts], None]:

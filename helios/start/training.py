@@ -27,7 +27,7 @@ from helios.loops.loop import LoopStates
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.early_stopping import EarlyStopping
-from helios.run_parts import RunParts, get_no_scalars
+from helios.run_parts import RunParts
 from helios.run_state import RunState
 from helios.start import run_log
 from helios.start.changes import (
@@ -218,7 +218,7 @@ def set_up_training(
         can_save=options.can_save,
         recorders=recorders,
         run_listeners=listeners,
-        get_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else get_no_scalars,
+        get_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else lambda: None,
         sanity_steps=options.sanity_steps,
         loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),
         findings=findings,
