@@ -27,11 +27,7 @@ from helios.checkpoint import file_names
 from helios.checkpoint.record import REQUIRED, Record
 from helios.checkpoint.sidecar import Sidecar, check_schema
 from helios.counters import TrainingState
-from helios.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    IncompatibleCheckpointError,
-)
+from helios.errors import CheckpointError, DamagedCheckpointError, IncompatibleCheckpointError
 from helios.storage.container_checks import check_container, check_directory
 from helios.storage.files import FileFacts, as_local_path, digest_file
 

@@ -23,13 +23,7 @@ from helios.engines.precision import LossScaler, Precision, as_precision
 from helios.engines.standalone import StandaloneEngine
 from helios.errors import ArgumentError, UsageError
 from helios.launch.launcher import Launch
-from helios.replicas.gradients import (
-    Gradients,
-    WindowWeights,
-    divide,
-    make_gradients,
-    norm_by_rows,
-)
+from helios.replicas.gradients import Gradients, WindowWeights, divide, make_gradients, norm_by_rows
 from helios.replicas.replicas import Replicas
 from helios.sharding.requirements import StepDraws
 

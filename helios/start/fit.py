@@ -13,13 +13,7 @@ from helios.checkpoint.capture import choose_trained
 from helios.checkpoint.record import Record
 from helios.errors import Interrupted, UsageError
 from helios.start import run_log
-from helios.start.changes import (
-    Declared,
-    compare_fresh,
-    find_end,
-    is_shortened,
-    report_finished,
-)
+from helios.start.changes import Declared, compare_fresh, find_end, is_shortened, report_finished
 from helios.start.origin import Origin, find_origin, require_writable, set_newer_aside
 from helios.start.resume import load_checkpoint
 from helios.start.run import Run

@@ -28,13 +28,7 @@ from helios.replicas.replicas import Replicas
 from helios.start.evaluate import evaluate
 from helios.start.fit import fit
 from helios.start.origin import find_replicas, find_stored, require_present, require_writable
-from helios.start.processes import (
-    Stored,
-    choose_processes,
-    choose_replicas,
-    device_for,
-    joined,
-)
+from helios.start.processes import Stored, choose_processes, choose_replicas, device_for, joined
 from helios.start.replay import ReplayRequest, replay
 from helios.start.run import Run, only_call
 from helios.start.signals import Listener, find_signal_code, listening, remember

@@ -38,20 +38,13 @@ from helios.start.changes import (
     limits,
     name_params,
 )
-from helios.start.level import (
-    Reproducibility,
-    determine_trust,
-    find_reproducibility,
-)
+from helios.start.level import Reproducibility, determine_trust, find_reproducibility
 from helios.start.objects import check_training_source
 from helios.start.options import ROWS, Options
 from helios.start.origin import Origin
 from helios.start.resume import PendingLoad
 from helios.start.run import LOOP_PATH, Run
-from helios.start.run_log import (
-    ScoreLog,
-    warn_of_idle_options,
-)
+from helios.start.run_log import ScoreLog, warn_of_idle_options
 from helios.start.stateful import find_stranded_generators
 from helios.start.writers import Saves, SaveTimer, make_recorders
 from helios.terminal import root_logger as log
