@@ -53,7 +53,6 @@ from helios.start.model_setup import (
     take_own_processor,
 )
 from helios.start.objects import (
-    PluginTable,
     Roots,
     check_batch_processor,
     warn_of_unknown_hooks,
@@ -185,7 +184,7 @@ class Run:
         self,
         phase: Phase,
         options: Options,
-        plugins: PluginTable,
+        plugins: Mapping[str, Plugin],
         loops: Roots,
         model: Model,
         datamodule: DataModule,
@@ -197,8 +196,7 @@ class Run:
     ) -> None:
         self.phase = phase
         self.options = options
-        self.plugins: Mapping[str, Plugin] = plugins
-        self.table = plugins
+        self.plugins: Mapping[str, Plugin] = dict(plugins)
         self.loops = loops
         self.model = model
         self.datamodule = datamodule
@@ -693,7 +691,7 @@ class Run:
 
 
 _SENT = (
-    *("phase", "options", "plugins", "table", "loops", "model", "datamodule", "passed_through"),
+    *("phase", "options", "plugins", "loops", "model", "datamodule", "passed_through"),
     *("choice", "is_as_it_is", "reason_to_load", "replay"),
     "is_again",
 )
