@@ -529,11 +529,7 @@ def read_step(path: Path) -> int | None:
 
 
 def load(
-    path: Path,
-    safe_types: Iterable[Any] = (),
-    *,
-    maps: bool = False,
-    share: RowShare | None = None,
+    path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False, share: RowShare | None = None
 ) -> Loaded:
     """Verify and read one checkpoint; nothing is renamed, and nothing in it is executed.
 
@@ -559,11 +555,7 @@ def load(
 
 
 def load_present(
-    path: Path,
-    safe_types: Iterable[Any] = (),
-    *,
-    maps: bool = False,
-    share: RowShare | None = None,
+    path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False, share: RowShare | None = None
 ) -> Loaded:
     """Load a file that a running training may delete at any moment; see :func:`load`.
 

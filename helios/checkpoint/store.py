@@ -27,14 +27,7 @@ from helios.storage.files import FileFacts
 from helios.storage.staging import HostBuffers
 from helios.version import __version__
 
-__all__ = [
-    "CheckpointStore",
-    "Entry",
-    "Loaded",
-    "RunFolder",
-    "Sidecar",
-    "load_checkpoint",
-]
+__all__ = ["CheckpointStore", "Entry", "Loaded", "RunFolder", "Sidecar", "load_checkpoint"]
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -196,11 +196,7 @@ class Engine(StandaloneEngine):
             self._gradients.drop_unused()
 
     def backward_loss(
-        self,
-        loss: Tensor,
-        inputs: Sequence[Tensor] | None = None,
-        *,
-        retain_graph: bool = False,
+        self, loss: Tensor, inputs: Sequence[Tensor] | None = None, *, retain_graph: bool = False
     ) -> None:
         """Add a micro-batch's gradients to those of the window, scaled in fp16.
 

@@ -293,11 +293,7 @@ class Options:
     print_frequency: int | str | None = option(AUTO, _FREQUENCY, START)
     accumulation_steps: int = option(1, _WINDOW, RUN)
     enable_cudnn_benchmark: bool = option(
-        False,
-        _FLAG,
-        NONE,
-        excludes=("enable_deterministic",),
-        idle_without="gpu_ids",
+        False, _FLAG, NONE, excludes=("enable_deterministic",), idle_without="gpu_ids"
     )
     enable_deterministic: bool = option(False, _FLAG, START)
     early_stop_cycles: int | None = option(None, _PATIENCE, END, idle_without="valid_frequency")

@@ -85,12 +85,6 @@ LOOP_PATH = "fit"
 """The role of the loop over all epochs."""
 
 _OF_MODEL = "Without them all networks, optimizers and schedulers among its attributes are saved."
-_PURPOSES = {
-    Phase.TRAINING: "fetch",
-    Phase.VALIDATION: "fetch-validation",
-    Phase.TESTING: "fetch-testing",
-    Phase.PREDICTION: "fetch-prediction",
-}
 
 
 def _make_engine(options: Options, device: torch.device) -> Engine:
@@ -681,7 +675,7 @@ class Run:
             found,
             label=phase.value,
             run_seed=run.seed,
-            purpose=_PURPOSES[phase],
+            purpose="fetch" if phase is Phase.TRAINING else f"fetch-{phase.value}",
             limit=self.options.batch_limits.get(phase),
             share=Shard(
                 replicas.num_replicas, replicas.local_replicas, pads=phase is Phase.TRAINING

@@ -70,9 +70,7 @@ def find_owners(run: Run, loop_path: str, source: Source | None = None) -> Owner
     if any(orders.values()):
         owners.append(Owner("validation orders", SimpleNamespace(**orders)))
     found = Owners(
-        owners,
-        lambda: {**others, **_saved_by(model)},
-        safe_types=model.types_for_safe_load(),
+        owners, lambda: {**others, **_saved_by(model)}, safe_types=model.types_for_safe_load()
     )
     found.take_baseline()
     return found

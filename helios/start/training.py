@@ -176,8 +176,7 @@ def set_up_training(
     folder = origin.folder if options.can_save else None
     scores = ScoreLog(None if folder is None else folder.options.keep_best)
     state = RunState(
-        best=BestSoFar(_find_best_rule(run)),
-        has_changed=origin.is_branch or origin.goes_back,
+        best=BestSoFar(_find_best_rule(run)), has_changed=origin.is_branch or origin.goes_back
     )
     how = "saves and ends" if options.can_save else "ends, without saving,"
     ask = ask or partial(run.signals.ask, f"the training {how} at the next safe point")

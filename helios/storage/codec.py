@@ -42,11 +42,7 @@ _WRITER = "unexpected pos"
 
 
 def encode(
-    tree: Any,
-    *,
-    where: str,
-    safe_types: Iterable[Any] = (),
-    buffers: HostBuffers | None = None,
+    tree: Any, *, where: str, safe_types: Iterable[Any] = (), buffers: HostBuffers | None = None
 ) -> Any:
     """Return a tree that ``weights_only`` loading accepts.
 

@@ -32,10 +32,7 @@ def check_directory(path: Path) -> None:
 
 
 def check_container(
-    path: Path,
-    watch: Callable[[int], object] | None = None,
-    *,
-    part: tuple[int, int] | None = None,
+    path: Path, watch: Callable[[int], object] | None = None, *, part: tuple[int, int] | None = None
 ) -> None:
     """Verify the checksums of the records in a ZIP archive.
 
@@ -78,9 +75,7 @@ def _check_form(record: zipfile.ZipInfo) -> None:
 
 
 def _check_record(
-    container: zipfile.ZipFile,
-    record: zipfile.ZipInfo,
-    watch: Callable[[int], object] | None,
+    container: zipfile.ZipFile, record: zipfile.ZipInfo, watch: Callable[[int], object] | None
 ) -> None:
     _check_form(record)
     # torch.serialization.set_crc32_options(False) leaves the checksums at zero.
