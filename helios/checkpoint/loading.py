@@ -295,6 +295,9 @@ def unmigrated(path: Path) -> IncompatibleCheckpointError:
     )
 
 
+# ---- the checks of a checkpoint
+
+
 class Condition(Enum):
     """What a file means to a start of ``fit``."""
 

@@ -239,6 +239,8 @@ def _find_checkpointed(
     return found
 
 
+# ---- what a model may know in its setup, and what it makes of weights
+
 _Mark: TypeAlias = tuple[str, tuple[int, ...], int]
 """Type, shape and checksum of a tensor or an array; of a parameter, its version and identity."""
 

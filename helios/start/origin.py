@@ -54,69 +54,6 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-Choice: TypeAlias = Literal["auto", "best", "newest"] | str | Path | None
-"""``"auto"``, ``"best"``, ``"newest"``, a file, or ``None`` for none."""
-
-
-@dataclass(frozen=True)
-class CheckpointChoice:
-    """Which checkpoint an evaluation loads.
-
-    Attributes:
-        path: this file; ``None`` for one in the run's folder.
-        is_none: whether none is loaded.
-        is_best: whether it is the best one, or else the newest.
-        rule: what decides which one is the best; ``None`` for what the run was trained with.
-        is_required: whether it is an error if there is none.
-    """
-
-    path: Path | None = None
-    is_none: bool = False
-    is_best: bool = False
-    rule: BestRule | None = None
-    is_required: bool = False
-
-
-def choose_checkpoint(run: Run, asked: Choice, *, has_fitted: bool) -> CheckpointChoice:
-    """Return what the argument of an evaluation means.
-
-    Args:
-        run: the call.
-        asked: the argument.
-        has_fitted: whether the trainer has trained: its newest checkpoint comes from
-            ``resume=<path>`` then, otherwise that file itself is meant.
-
-    Raises:
-        ArgumentTypeError: if it is neither a string nor a path.
-        ArgumentError: for a URL, and if there is no folder to look in.
-    """
-    options = run.options
-    if asked is None:
-        return CheckpointChoice(is_none=True)
-    if asked == "auto" and not has_fitted and options.resume_path is not None:
-        asked = options.resume_path
-    if asked == "auto":
-        has_own = type(run.model).load_for_testing is not Model.load_for_testing
-        return CheckpointChoice(is_required=run.trained is None and not has_own)
-    if not isinstance(asked, str | Path):
-        raise ArgumentTypeError(
-            'Trainer.test(checkpoint=...) must be "best", "newest", a file or None, got '
-            f"{asked!r}. Omit it for the newest one."
-        )
-    if asked not in ("best", "newest"):
-        path = as_local_path("Trainer.test(checkpoint=...)", asked)
-        return CheckpointChoice(path, is_required=True)
-    if options.chkpt_root is None:
-        raise ArgumentError(
-            f"Trainer.test(checkpoint={asked!r}) must be used with a folder of checkpoints, got "
-            "none. Pass Trainer(chkpt_root=...), or the path of a file."
-        )
-    if asked == "newest":
-        return CheckpointChoice(is_required=True)
-    rule = options.find_rule(run.plugins.values())
-    return CheckpointChoice(is_best=True, rule=rule, is_required=True)
-
-
 SHARING = (
     "All processes must see the same files: put them on a file system that the machines share, "
     "under the same path."
@@ -210,27 +147,107 @@ def _try_to_load(
         return None, str(error)
 
 
+def load_given(
+    path: Path, safe_types: list[Any], team: Replicas, share: RowShare | None = None
+) -> Loaded | None:
+    """Load a file that was named in all processes of a team."""
+
+    def load() -> tuple[Loaded | None, None]:
+        return loading.load(path, safe_types, maps=True, share=share), None
+
+    return load_together(load, safe_types, team, share, pass_over=_refuse_damaged)[0]
+
+
 def _refuse_damaged(path: Path, damage: str) -> None:
     raise DamagedCheckpointError(damage)
 
 
-def _load_best(
-    folder: RunFolder, rule: BestRule | None, run_name: str, safe_types: list[Any]
-) -> tuple[Loaded | None, list[str]]:
-    """Load the best checkpoint of a folder; returns it with the reasons why it is."""
-    for _ in file_names.listings(folder.path):
-        ranking = _rank(folder, rule, run_name)
-        path = ranking.entries[0].path
-        try:
-            loaded = loading.load_present(path, safe_types, maps=True, share=folder.share)
-        except FileNotFoundError:
-            continue
-        _warn_of_better(ranking)
-        return loaded, _explain(ranking)
-    return None, []
+def check_run_name(loaded: Loaded, name: str, folder: RunFolder) -> None:
+    """Check that the newest checkpoint is of the run with a name.
+
+    Raises:
+        RunMismatchError: if it is of another run.
+    """
+    sidecar = loaded.sidecar
+    if sidecar is not None and sidecar.names_run and sidecar.run_name != name:
+        raise RunMismatchError(
+            f"The folder {folder.path} belongs to the run {sidecar.run_name!r} (newest checkpoint "
+            f"{loaded.path.name}), but this run is {name!r}. Give the model another save_name, "
+            f"pass run_name={sidecar.run_name!r} to continue that run, or resume='never' to "
+            "move its files aside."
+        )
+
+
+# ---- what an evaluation loads
+
+
+Choice: TypeAlias = Literal["auto", "best", "newest"] | str | Path | None
+"""``"auto"``, ``"best"``, ``"newest"``, a file, or ``None`` for none."""
+
+
+@dataclass(frozen=True)
+class CheckpointChoice:
+    """Which checkpoint an evaluation loads.
+
+    Attributes:
+        path: this file; ``None`` for one in the run's folder.
+        is_none: whether none is loaded.
+        is_best: whether it is the best one, or else the newest.
+        rule: what decides which one is the best; ``None`` for what the run was trained with.
+        is_required: whether it is an error if there is none.
+    """
+
+    path: Path | None = None
+    is_none: bool = False
+    is_best: bool = False
+    rule: BestRule | None = None
+    is_required: bool = False
+
+
+def choose_checkpoint(run: Run, asked: Choice, *, has_fitted: bool) -> CheckpointChoice:
+    """Return what the argument of an evaluation means.
+
+    Args:
+        run: the call.
+        asked: the argument.
+        has_fitted: whether the trainer has trained: its newest checkpoint comes from
+            ``resume=<path>`` then, otherwise that file itself is meant.
+
+    Raises:
+        ArgumentTypeError: if it is neither a string nor a path.
+        ArgumentError: for a URL, and if there is no folder to look in.
+    """
+    options = run.options
+    if asked is None:
+        return CheckpointChoice(is_none=True)
+    if asked == "auto" and not has_fitted and options.resume_path is not None:
+        asked = options.resume_path
+    if asked == "auto":
+        has_own = type(run.model).load_for_testing is not Model.load_for_testing
+        return CheckpointChoice(is_required=run.trained is None and not has_own)
+    if not isinstance(asked, str | Path):
+        raise ArgumentTypeError(
+            'Trainer.test(checkpoint=...) must be "best", "newest", a file or None, got '
+            f"{asked!r}. Omit it for the newest one."
+        )
+    if asked not in ("best", "newest"):
+        path = as_local_path("Trainer.test(checkpoint=...)", asked)
+        return CheckpointChoice(path, is_required=True)
+    if options.chkpt_root is None:
+        raise ArgumentError(
+            f"Trainer.test(checkpoint={asked!r}) must be used with a folder of checkpoints, got "
+            "none. Pass Trainer(chkpt_root=...), or the path of a file."
+        )
+    if asked == "newest":
+        return CheckpointChoice(is_required=True)
+    rule = options.find_rule(run.plugins.values())
+    return CheckpointChoice(is_best=True, rule=rule, is_required=True)
 
 
 _MAX_NAMES = 8
+
+
+_UNTRAINED = "To evaluate a model that was never trained, pass checkpoint=None."
 
 
 def require_present(run: Run) -> None:
@@ -300,31 +317,20 @@ def find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
     return loaded, reasons
 
 
-def load_given(
-    path: Path, safe_types: list[Any], team: Replicas, share: RowShare | None = None
-) -> Loaded | None:
-    """Load a file that was named in all processes of a team."""
-
-    def load() -> tuple[Loaded | None, None]:
-        return loading.load(path, safe_types, maps=True, share=share), None
-
-    return load_together(load, safe_types, team, share, pass_over=_refuse_damaged)[0]
-
-
-def check_run_name(loaded: Loaded, name: str, folder: RunFolder) -> None:
-    """Check that the newest checkpoint is of the run with a name.
-
-    Raises:
-        RunMismatchError: if it is of another run.
-    """
-    sidecar = loaded.sidecar
-    if sidecar is not None and sidecar.names_run and sidecar.run_name != name:
-        raise RunMismatchError(
-            f"The folder {folder.path} belongs to the run {sidecar.run_name!r} (newest checkpoint "
-            f"{loaded.path.name}), but this run is {name!r}. Give the model another save_name, "
-            f"pass run_name={sidecar.run_name!r} to continue that run, or resume='never' to "
-            "move its files aside."
-        )
+def _load_best(
+    folder: RunFolder, rule: BestRule | None, run_name: str, safe_types: list[Any]
+) -> tuple[Loaded | None, list[str]]:
+    """Load the best checkpoint of a folder; returns it with the reasons why it is."""
+    for _ in file_names.listings(folder.path):
+        ranking = _rank(folder, rule, run_name)
+        path = ranking.entries[0].path
+        try:
+            loaded = loading.load_present(path, safe_types, maps=True, share=folder.share)
+        except FileNotFoundError:
+            continue
+        _warn_of_better(ranking)
+        return loaded, _explain(ranking)
+    return None, []
 
 
 def _rank(folder: RunFolder, rule: BestRule | None, run_name: str) -> Ranking:
@@ -381,9 +387,6 @@ def _warn_of_better(ranking: Ranking) -> None:
         )
 
 
-_UNTRAINED = "To evaluate a model that was never trained, pass checkpoint=None."
-
-
 def _list_runs(path: Path) -> str:
     """Return a sentence that names the runs beside a folder, those with a similar name first."""
     root = path.parent
@@ -407,6 +410,9 @@ def _describe(folder: RunFolder | None) -> str:
         return f"{folder.path} holds no checkpoint. "
     more = f", and {len(names) - _MAX_NAMES} older ones" if len(names) > _MAX_NAMES else ""
     return f"{folder.path} holds {', '.join(reversed(names[-_MAX_NAMES:]))}{more}. "
+
+
+# ---- where a training starts
 
 
 def require_writable(run: Run) -> None:
@@ -640,24 +646,6 @@ def _choose_origin(
     return origin
 
 
-def _move_aside(folder: RunFolder) -> None:
-    moved = folder.move_aside()
-    if moved is not None:
-        _LOGGER.warning("Moved the existing checkpoints of the run to %s.", moved)
-
-
-def set_newer_aside(origin: Origin) -> None:
-    """Move what is newer than the checkpoint that a run goes back to, before training continues."""
-    if origin.goes_back and origin.folder is not None and origin.loaded is not None:
-        moved = origin.folder.move_newer_aside(origin.iteration)
-        if moved is not None:
-            _LOGGER.warning(
-                "The run goes back to %s. Moved newer checkpoints and a copy of the ledger to %s.",
-                origin.loaded.path.name,
-                moved,
-            )
-
-
 def _start_from_path(
     folder: RunFolder, path: Path, safe_types: list[Any], listed: list[Path]
 ) -> Origin:
@@ -683,3 +671,21 @@ def _start_from_path(
         return Origin(loaded=loaded, path=given, goes_back=True)
     _move_aside(folder)
     return Origin(loaded=loaded, path=given, is_branch=True)
+
+
+def _move_aside(folder: RunFolder) -> None:
+    moved = folder.move_aside()
+    if moved is not None:
+        _LOGGER.warning("Moved the existing checkpoints of the run to %s.", moved)
+
+
+def set_newer_aside(origin: Origin) -> None:
+    """Move what is newer than the checkpoint that a run goes back to, before training continues."""
+    if origin.goes_back and origin.folder is not None and origin.loaded is not None:
+        moved = origin.folder.move_newer_aside(origin.iteration)
+        if moved is not None:
+            _LOGGER.warning(
+                "The run goes back to %s. Moved newer checkpoints and a copy of the ledger to %s.",
+                origin.loaded.path.name,
+                moved,
+            )

@@ -275,6 +275,9 @@ _MOST_SHOWN = 8
 _UNKNOWN = "Whether the training data is the same as before cannot be checked: %s depends on %s."
 
 
+# ---- is the data that which the run was trained on?
+
+
 class _Trained(NamedTuple):
     """A batch of the run, as its ledger has it."""
 

@@ -222,6 +222,9 @@ class Saves:
 _MOST_CHARACTERS = 300
 
 
+# ---- the ledger, and the file of events
+
+
 def hash_definition(definition: Mapping[str, Any], replicas: Replicas) -> str:
     """Return the hash of what defines a run, as the first line of its ledger holds it."""
     return hash_of({**definition, "num_replicas": replicas.num_replicas})
