@@ -40,7 +40,7 @@ from helios.start.changes import (
 )
 from helios.start.level import Reproducibility, determine_trust, find_reproducibility
 from helios.start.objects import check_training_source
-from helios.start.options import ROWS, Options
+from helios.start.options import ROWS
 from helios.start.origin import Origin
 from helios.start.resume import PendingLoad
 from helios.start.run import LOOP_PATH, Run
@@ -161,15 +161,7 @@ def set_up_training(
     if make is not None:
         recorders = make(identity, level)
     elif origin.folder is not None and options.writes_ledger:
-        facts = {
-            "helios": __version__,
-            "machine": machine,
-            "level": str(level),
-            "command": without_secret_words(sys.argv),
-            "params": declared.params,
-            "given": name_params(declared.params) | setup_changes.all_values,
-            "options": _list_options(options),
-        }
+        facts = _describe_start(run, declared.params, setup_changes, level)
         recorders = make_recorders(
             origin, run.model, run.replicas, identity, facts, changes=changes
         )
@@ -314,7 +306,17 @@ def _require_complete(run: Run, record: Record) -> None:
         )
 
 
-def _list_options(options: Options) -> dict[str, Any]:
-    """Return the options that are set, as the file of the run's events has them."""
-    given = {name: options.plain(name) for name in ROWS if name not in ("params", "plugins")}
-    return {name: value for name, value in given.items() if value is not None}
+def _describe_start(
+    run: Run, params: dict[str, Any], changes: StartChanges, level: Reproducibility
+) -> dict[str, Any]:
+    """Return what the file of the run's events says of this start."""
+    given = {name: run.options.plain(name) for name in ROWS if name not in ("params", "plugins")}
+    return {
+        "helios": __version__,
+        "machine": describe_machine(run.engine.device),
+        "level": str(level),
+        "command": without_secret_words(sys.argv),
+        "params": params,
+        "given": name_params(params) | changes.all_values,
+        "options": {name: value for name, value in given.items() if value is not None},
+    }
