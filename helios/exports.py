@@ -1,7 +1,7 @@
 """What ``from helios import ...`` finds; imported when the first of these names is used."""
 
 from helios.best import Scores as Scores
-from helios.checkpoint.options import KeepBest as KeepBest
+from helios.checkpoint.retention import KeepBest as KeepBest
 from helios.checkpoint.retention import find_best_checkpoint as find_best_checkpoint
 from helios.checkpoint.store import CheckpointStore as CheckpointStore
 from helios.checkpoint.store import load_checkpoint as load_checkpoint

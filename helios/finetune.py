@@ -27,8 +27,8 @@ from helios.core.sharded_tensors import RowShare, is_sharded, value_of
 from helios.core.wrappers import bare_state_dict
 from helios.errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError, UsageError
 from helios.model.model import Model
+from helios.start.model_setup import SetupContext
 from helios.start.objects import check_made
-from helios.start.setup_context import SetupContext
 from helios.state.networks import Network, fill, is_odd
 from helios.state.optimizers import TRAINING_ONLY, load_into
 from helios.storage import codec

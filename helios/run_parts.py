@@ -44,18 +44,6 @@ if TYPE_CHECKING:
 _OF_ENGINES = [event.name for event in EVENTS.values() if Receiver.ENGINE in event.receivers]
 
 
-def get_no_scalars() -> None:
-    """Return that this process writes no event files."""
-
-
-def _do_nothing() -> None:
-    return
-
-
-def _accept(_: object) -> None:
-    return
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunParts:
     """The objects of one call of fit, validate, test or predict.
@@ -108,7 +96,7 @@ class RunParts:
     can_save: bool = False
     recorders: Sequence[IterationListener] = ()
     run_listeners: Sequence[RunListener] = ()
-    get_scalars: Callable[[], TensorboardWriter | None] = get_no_scalars
+    get_scalars: Callable[[], TensorboardWriter | None] = lambda: None
     sanity_steps: int = 0
     owner_states: Owners = field(default_factory=Owners)
     findings: Findings = field(default_factory=Findings)
@@ -116,10 +104,10 @@ class RunParts:
     run_folder: Path | None = None
     is_replay: bool = False
     outside: Callable[[], str] = str
-    check_record: Callable[[Record], None] = _accept
-    note_last_safe_point: Callable[[], None] = _do_nothing
-    finish_load: Callable[[bool], None] = _accept
-    check_data: Callable[[], None] = _do_nothing
+    check_record: Callable[[Record], None] = lambda record: None
+    note_last_safe_point: Callable[[], None] = lambda: None
+    finish_load: Callable[[bool], None] = lambda is_complete: None
+    check_data: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         if type(self.engine) is not Engine:

@@ -26,15 +26,10 @@ from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.run_parts import RunParts
-from helios.start.checkpoint_search import Choice
 from helios.start.launch import perform
-from helios.start.objects import (
-    EvaluationRoot,
-    PluginTable,
-    Roots,
-    check_subjects,
-)
+from helios.start.objects import EvaluationRoot, PluginTable, Roots, check_subjects
 from helios.start.options import NO_LENGTH, Options, with_known_arguments
+from helios.start.origin import Choice
 from helios.start.replay import ReplayOptions, find_replay
 from helios.start.run import Run, only_call
 from helios.start.signals import Signals, find_swallowed, raise_interrupted

@@ -23,6 +23,7 @@ from helios.errors import StateError
 from helios.findings import Finding, FindingKind, Findings
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
+from helios.state.anchors import leads_to
 from helios.storage.dcp_folder import refer_to_sharded
 
 if TYPE_CHECKING:
@@ -305,7 +306,7 @@ def _gather_own_parts(
             # Sharded tensors are no process's own.
             path: refer_to_sharded(part, root=f"model.objects.{path}")
             for path, part in model["objects"].items()
-            if _holds_any(path, unshared)
+            if leads_to(path, unshared)
         }
     own = {
         "model": of_model,
@@ -328,10 +329,6 @@ def _find_differing(
         text = f"the state of {name} differs between processes"
         parts.findings.add(FindingKind.OBSTACLE, text=text)
     return differing
-
-
-def _holds_any(path: str, names: list[str]) -> bool:
-    return any(name == path or name.startswith(f"{path}.") for name in names)
 
 
 def _take_own_part(record: Record, replicas: Replicas) -> Record:

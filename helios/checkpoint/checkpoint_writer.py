@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias
 
 from helios.checkpoint import file_names
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
@@ -22,12 +20,11 @@ from helios.counters import TrainingState
 from helios.distributed.process_groups import has_failed, saving_group
 from helios.errors import SaveError, UsageError
 from helios.listeners import RunListener
-from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.storage import files
 from helios.storage.dcp_folder import copy_rows, split_sharded
 from helios.storage.files import FileFacts
-from helios.storage.staging import HostBuffers
+from helios.storage.staging import WriterThread
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -162,7 +159,7 @@ class PlainWriter(CheckpointWriter):
             self._write(pending, is_now=self._thread.buffers is None)
             return pending.path
 
-        return on_first(self._replicas, write)
+        return self._replicas.on_first(write)
 
     def _begin(self, path: Path) -> Path | None:
         """Wait for the save before; returns the checkpoint of this place if it is committed."""
@@ -260,7 +257,7 @@ class PlainWriter(CheckpointWriter):
 
     def raise_failure(self) -> None:
         """Raise the error of a failed save that must end the training, in all processes."""
-        on_first(self._replicas, self._raise_own_failure)
+        self._replicas.on_first(self._raise_own_failure)
 
     def _raise_own_failure(self) -> None:
         if self.failure is not None:
@@ -278,7 +275,7 @@ class PlainWriter(CheckpointWriter):
             self._require_written()
             conclude(self.newest)
 
-        on_first(self._replicas, finish)
+        self._replicas.on_first(finish)
 
     def _require_written(self) -> None:
         self._thread.wait()
@@ -323,7 +320,7 @@ class ShardedWriter(PlainWriter):
             committed = self._begin(described[0].path)
             return committed or described[0].path, committed is None
 
-        path, is_new = on_first(self._replicas, begin)
+        path, is_new = self._replicas.on_first(begin)
         if not is_new:
             return path
         copies: list[Mapping[str, OwnRows]] = []
@@ -335,7 +332,7 @@ class ShardedWriter(PlainWriter):
             return self._copies.buffers is not None and self._thread.buffers is not None
 
         # No process begins to write before all have copied: an error would leave others waiting.
-        is_now = not all(on_each(self._replicas, copy))
+        is_now = not all(self._replicas.on_each(copy))
         draft = files.temporary_path(path)
 
         def write() -> None:
@@ -349,7 +346,7 @@ class ShardedWriter(PlainWriter):
 
         if is_now:
             write()
-            on_first(self._replicas, self._raise_own_failure)
+            self._replicas.on_first(self._raise_own_failure)
         else:
             self._in_flight = file_names.parse(path)
             self._thread.start(write)
@@ -362,7 +359,7 @@ class ShardedWriter(PlainWriter):
         from helios.storage.dcp_folder import save_rows
 
         try:
-            return save_rows(draft, rows, self._group, hashes=self._folder.options.digest)
+            return save_rows(draft, rows, self._group)
         except Exception as error:
             return error
 
@@ -372,102 +369,3 @@ class ShardedWriter(PlainWriter):
             super().close()
         finally:
             self._copies.close()
-
-
-Result = TypeVar("Result")
-
-
-@final
-class WriterThread:
-    """Runs work in a thread; the work must not raise.
-
-    Args:
-        name: the name of the thread.
-        content: what it writes, in messages.
-        copies: whether the work may have copies; otherwise nothing is copied.
-        pins: whether what it writes is on CUDA devices.
-
-    Attributes:
-        buffers: the memory of the copies; ``None`` where nothing is copied.
-    """
-
-    def __init__(
-        self, name: str, *, content: str = "", copies: bool = False, pins: bool = False
-    ) -> None:
-        self.buffers = HostBuffers(pins=pins) if copies else None
-        self._name = name
-        self._content = content
-        self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
-        self._is_idle = threading.Event()
-        self._is_idle.set()
-
-    def copying(self, make: Callable[[HostBuffers | None], Result]) -> Result:
-        """Return what a function makes, with copies if memory allows; else it gets ``None``."""
-        if self.buffers is not None:
-            try:
-                return make(self.buffers)
-            except MemoryError as error:
-                self.buffers = None
-                _LOGGER.warning(
-                    "There is too little memory for a copy of %s (%s), so training waits from now "
-                    "on until each checkpoint is on the disk, as with "
-                    "CheckpointStore(is_async=False).",
-                    self._content,
-                    error,
-                )
-        return make(None)
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Begin with the next work; the one before must have ended."""
-
-        def run() -> None:
-            try:
-                work()
-            finally:
-                self._is_idle.set()
-
-        thread = threading.Thread(target=run, name=self._name)
-        self._is_idle.clear()
-        try:
-            thread.start()
-        except RuntimeError:
-            self._is_idle.set()
-            raise
-        self._thread = thread
-
-    def wait(self) -> None:
-        """Wait until no work is in progress."""
-        if os.getpid() != self._pid:
-            # A forked process has no such thread, and would wait forever.
-            self._thread = None
-            return
-        # Before Python 3.13, an interrupted join takes the thread for ended.
-        self._is_idle.wait()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def close(self) -> None:
-        """Wait until no work is in progress, and release the memory.
-
-        An interruption is raised afterwards. It does not shorten the wait: the thread must stop
-        writing to the folder before another run may use it.
-        """
-        try:
-            self._wait_without_interruption()
-        finally:
-            if self.buffers is not None:
-                self.buffers.release()
-
-    def _wait_without_interruption(self) -> None:
-        interruption: KeyboardInterrupt | None = None
-        has_waited = False
-        while not has_waited:
-            try:
-                self.wait()
-                has_waited = True
-            except KeyboardInterrupt as error:
-                interruption = error
-        if interruption is not None:
-            raise interruption

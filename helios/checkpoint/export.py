@@ -234,11 +234,7 @@ def write_weights(
 
 
 def write_folder(
-    path: Path,
-    weights: Weights,
-    *,
-    metadata: Mapping[str, str],
-    max_bytes: int = _MAX_BYTES,
+    path: Path, weights: Weights, *, metadata: Mapping[str, str], max_bytes: int = _MAX_BYTES
 ) -> list[str]:
     """Write weights to a folder that ``from_pretrained`` of transformers loads, durably.
 

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.contents import RECORD_NAME, join_digests
-from helios.checkpoint.loading import Loaded, load_checkpoint
-from helios.checkpoint.options import CheckpointStore
+from helios.checkpoint.loading import RECORD_NAME, Loaded, join_digests, load_checkpoint
 from helios.checkpoint.record import require_keys
-from helios.checkpoint.retention import Entry, Retention
+from helios.checkpoint.retention import CheckpointStore, Entry, Retention
 from helios.checkpoint.sidecar import Sidecar
 from helios.core.sharded_tensors import RowShare
 from helios.errors import CheckpointError, DamagedCheckpointError, StateError
@@ -29,14 +27,7 @@ from helios.storage.files import FileFacts
 from helios.storage.staging import HostBuffers
 from helios.version import __version__
 
-__all__ = [
-    "CheckpointStore",
-    "Entry",
-    "Loaded",
-    "RunFolder",
-    "Sidecar",
-    "load_checkpoint",
-]
+__all__ = ["CheckpointStore", "Entry", "Loaded", "RunFolder", "Sidecar", "load_checkpoint"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -150,8 +141,7 @@ class RunFolder:
         path, unfinished = pending.path, files.temporary_path(pending.path)
         try:
             if pending.rows is None:
-                digest = codec.write_file(unfinished, pending.code, hashes=self.options.digest)
-                sidecar = _seal(pending.sidecar, digest)
+                sidecar = _seal(pending.sidecar, codec.write_file(unfinished, pending.code))
             else:
                 sidecar = self._complete_folder(unfinished, pending)
             files.write_text_durably(file_names.sidecar_path(path), sidecar.to_json())
@@ -169,15 +159,15 @@ class RunFolder:
         if isinstance(pending.rows, Exception):
             raise pending.rows
         assert pending.rows is not None
-        record, hashes = draft / RECORD_NAME, self.options.digest
-        digest = codec.write_file(record, pending.code, hashes=hashes)
+        record = draft / RECORD_NAME
+        digest = codec.write_file(record, pending.code)
         facts = {**pending.rows, RECORD_NAME: FileFacts(record.stat().st_size, digest)}
         for path in draft.iterdir():
             # An earlier save may have left files here, and a process without rows an empty one.
             if path.name not in facts:
                 files.unlink(path)
         files.fsync_folder(draft)
-        return _seal(pending.sidecar, join_digests(facts) if hashes else "", facts)
+        return _seal(pending.sidecar, join_digests(facts), facts)
 
     def _apply_retention(self, written: Path, run_name: str) -> None:
         if self.options.keeps_all:

@@ -6,11 +6,10 @@ decides nothing: the optimizer loop calls it in the order of an update.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +23,7 @@ from helios.engines.precision import LossScaler, Precision, as_precision
 from helios.engines.standalone import StandaloneEngine
 from helios.errors import ArgumentError, UsageError
 from helios.launch.launcher import Launch
-from helios.replicas.gradients import (
-    Gradients,
-    WindowWeights,
-    divide,
-    make_gradients,
-    norm_by_rows,
-)
+from helios.replicas.gradients import Gradients, WindowWeights, divide, make_gradients, norm_by_rows
 from helios.replicas.replicas import Replicas
 from helios.sharding.requirements import StepDraws
 
@@ -40,71 +33,13 @@ def redefines(owner: object, base: type, name: str) -> bool:
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class Clipping:
-    """The limits of gradients. Without a limit nothing is clipped.
-
-    Attributes:
-        clip_norm: maximum 2-norm of all gradients together.
-        clip_value: maximum magnitude of each element.
-
-    Raises:
-        ArgumentError: if a limit is not a positive number, or if both are set.
-    """
-
-    clip_norm: float | None = None
-    clip_value: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < float(value) < math.inf):
-                raise ArgumentError(
-                    f"Engine({name}=...) must be None or a positive number, got {value!r}. Pass "
-                    "None to disable it."
-                )
-        if self.clip_norm is not None and self.clip_value is not None:
-            raise ArgumentError(
-                "Engine(clip_value=...) must be None if clip_norm is set, got "
-                f"{self.clip_value!r}. Pass only one of them."
-            )
-
-    @property
-    def set_options(self) -> list[str]:
-        """The names of the limits that are set."""
-        return [name for name, value in dataclasses.asdict(self).items() if value is not None]
-
-    def apply(
-        self,
-        parameters: Sequence[Tensor],
-        norm: Callable[[Sequence[Tensor]], Tensor] | None = None,
-    ) -> Tensor | None:
-        """Clip the gradients of parameters, in place; returns their norm if it is limited.
-
-        Args:
-            parameters: the parameters.
-            norm: returns the norm of gradients; ``None`` for PyTorch's.
-        """
-        if self.clip_norm is not None and norm is not None:
-            return self._clip_by(norm, [p.grad for p in parameters if p.grad is not None])
-        if self.clip_norm is not None:
-            return clip_grad_norm_(parameters, self.clip_norm)
-        if self.clip_value is not None:
-            clip_grad_value_(parameters, self.clip_value)
-        return None
-
-    def _clip_by(
-        self, norm: Callable[[Sequence[Tensor]], Tensor], gradients: Sequence[Tensor]
-    ) -> Tensor:
-        if not gradients:
-            return torch.zeros(())
-        assert self.clip_norm is not None
-        total = norm(gradients)
-        # As PyTorch's function does, also where nothing is clipped.
-        factor = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
-        foreach("mul", [local_of(gradient) for gradient in gradients], factor)
-        return total
+def _check_limit(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < math.inf):
+        raise ArgumentError(
+            f"Engine({name}=...) must be None or a positive number, got {value!r}. Pass None to "
+            "disable it."
+        )
 
 
 class Engine(StandaloneEngine):
@@ -133,8 +68,8 @@ class Engine(StandaloneEngine):
     """
 
     _internals: ClassVar[str] = (
-        "_bucket_bytes _clipping _clips _clips_by_rows _gradient_norm _gradients _group "
-        "_group_parameters _is_scaled _open_micro_batches _precision _replicas _scaler _weight "
+        "_bucket_bytes _clips _clips_by_rows _gradient_norm _gradients _group _group_parameters "
+        "_is_scaled _limits _open_micro_batches _precision _replicas _scaler _weight "
         "_weights"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
@@ -176,7 +111,14 @@ class Engine(StandaloneEngine):
             )
         self._bucket_bytes = bucket_bytes
         self._precision = as_precision(precision)
-        self._clipping = Clipping(clip_norm, clip_value)
+        self._limits = {"clip_norm": clip_norm, "clip_value": clip_value}
+        for name, value in self._limits.items():
+            _check_limit(name, value)
+        if clip_norm is not None and clip_value is not None:
+            raise ArgumentError(
+                f"Engine(clip_value=...) must be None if clip_norm is set, got {clip_value!r}. "
+                "Pass only one of them."
+            )
         self._gradient_norm = None
         self.replicas = Replicas()
         self._open_micro_batches = 0
@@ -193,12 +135,12 @@ class Engine(StandaloneEngine):
         self._gradients = make_gradients(replicas, self._bucket_bytes)
         self._weights, self._weight = WindowWeights(replicas), None
         self._group = self._group_parameters = ()
-        self._clips_by_rows = replicas.is_sharded and self._clipping.clip_norm is not None
+        self._clips_by_rows = replicas.is_sharded and self._limits["clip_norm"] is not None
         # Every update reads these, so they are determined here, at the start of a run.
         is_own = redefines(self, Engine, "unscale_gradients")
         self._is_scaled = self._precision.scaler is not None or is_own
         is_own = redefines(self, Engine, "clip_gradients")
-        self._clips = bool(self._clipping.set_options) or self._is_scaled or is_own
+        self._clips = any(self._limits.values()) or self._is_scaled or is_own
 
     @property
     def precision(self) -> Precision:
@@ -208,7 +150,7 @@ class Engine(StandaloneEngine):
     @property
     def _automatic_options(self) -> list[str]:
         """The arguments that are set and only affect automatic steps."""
-        return [f"Trainer({name}=...)" for name in self._clipping.set_options]
+        return [f"Trainer({name}=...)" for name, limit in self._limits.items() if limit]
 
     def _shard(
         self,
@@ -254,11 +196,7 @@ class Engine(StandaloneEngine):
             self._gradients.drop_unused()
 
     def backward_loss(
-        self,
-        loss: Tensor,
-        inputs: Sequence[Tensor] | None = None,
-        *,
-        retain_graph: bool = False,
+        self, loss: Tensor, inputs: Sequence[Tensor] | None = None, *, retain_graph: bool = False
     ) -> None:
         """Add a micro-batch's gradients to those of the window, scaled in fp16.
 
@@ -326,12 +264,28 @@ class Engine(StandaloneEngine):
         for each in self._group or (optimizer,):
             self.unscale_gradients(each)
         parameters: Sequence[Tensor] = parameters_of(optimizer)
-        if self._clipping.clip_norm is not None and len(self._group) > 1:
+        norm, value = self._limits["clip_norm"], self._limits["clip_value"]
+        if norm is not None and len(self._group) > 1:
             if optimizer is not self._group[0]:
                 return
             parameters = self._group_parameters
-        find_norm = self.find_norm if self._clips_by_rows else None
-        self._gradient_norm = self._clipping.apply(parameters, find_norm)
+        self._gradient_norm = None
+        if norm is not None and self._clips_by_rows:
+            self._gradient_norm = self._clip_by_rows(parameters, norm)
+        elif norm is not None:
+            self._gradient_norm = clip_grad_norm_(parameters, norm)
+        elif value is not None:
+            clip_grad_value_(parameters, value)
+
+    def _clip_by_rows(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        total = self.find_norm(gradients)
+        # As PyTorch's function does, also where nothing is clipped.
+        factor = torch.clamp(limit / (total + 1e-6), max=1.0)
+        foreach("mul", [local_of(gradient) for gradient in gradients], factor)
+        return total
 
     def find_norm(self, gradients: Sequence[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
         """Return a norm of gradients; where models are sharded, all processes call this together.

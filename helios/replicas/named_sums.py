@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helios.errors import UsageError
-from helios.replicas.messages import PointToPoint
 from helios.replicas.reduction_tree import assign, block_of, tree_sum
+from helios.replicas.tree_reducer import PointToPoint
 
 # Sums are floats, or tensors of a GPU that is not waited for.
 _Scores: TypeAlias = dict[str, tuple[Any, float]]

@@ -1,4 +1,4 @@
-"""The replicas of a run, which of them this process runs, and what all processes agree on.
+"""The replicas of a run, which of them this process runs, and what all processes do together.
 
 A run is defined over its replicas; processes only run them. Everything that is summed over replicas
 follows one tree, so its bits do not depend on the number of processes.
@@ -7,10 +7,11 @@ follows one tree, so its bits do not depend on the number of processes.
 from __future__ import annotations
 
 import operator
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -19,13 +20,13 @@ from torch import Tensor
 from helios.core.sharded_tensors import RowShare, replace_sharded, whole_of
 from helios.distributed import pickling
 from helios.distributed.process_groups import DistributedInfo, collective, control_group
-from helios.errors import UsageError
-from helios.replicas.messages import Message, PointToPoint
+from helios.errors import RankError, UsageError
 from helios.replicas.named_sums import NumberReducer
 from helios.replicas.reduction_tree import assign, tree_sum
-from helios.replicas.tree_reducer import TreeReducer
+from helios.replicas.tree_reducer import Message, PointToPoint, TreeReducer
 
 _LONE = DistributedInfo()
+Result = TypeVar("Result")
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -161,6 +162,51 @@ class Replicas:
         with collective("Replicas.gather_objects"):
             dist.all_gather_object(found, pickling.dumps(value), group=control_group())
         return [pickling.loads(data) for data in found]
+
+    def on_each(self, function: Callable[[], Result]) -> list[Result]:
+        """Run a function in every process; returns the results by rank, which must be small.
+
+        All processes call this at the same place. An error that only one of them can see, such as
+        a damaged checkpoint, would leave the others waiting in a collective.
+
+        Raises:
+            Exception: what the function raises; if another process fails, its error, whose cause is
+                a ``RankError`` that names the process.
+        """
+        if self.has_single_process:
+            return [function()]
+        value: Result | None = None
+        own: Exception | None = None
+        try:
+            value = function()
+        except Exception as error:
+            own = error
+        lost: Exception | None = None
+        reports: list[Any] = []
+        try:
+            packed = None if own is None else pickling.pack_error(own)
+            reports = self.gather_objects((value, packed))
+        except Exception as error:
+            lost = error
+        # Outside the exception handlers, so that no error appears as the context of another.
+        if own is not None:
+            raise own
+        if lost is not None:
+            raise lost
+        for rank, (_, packed) in enumerate(reports):
+            if packed is not None:
+                cause = RankError(f"Rank {rank} of {self.num_processes} has raised it first.")
+                raise pickle.loads(packed) from cause
+        return [result for result, _ in reports]
+
+    def on_first(self, function: Callable[[], Result]) -> Result:
+        """Run a function on rank 0; all processes get its result, which is small, or its error.
+
+        Raises:
+            Exception: what the function raises, in all processes.
+        """
+        results = self.on_each(lambda: function() if self.rank == 0 else None)
+        return results[0]  # type: ignore[return-value]
 
     @property
     def share(self) -> RowShare | None:

@@ -15,12 +15,7 @@ import torch
 
 from helios.backup import Backup
 from helios.core import rng
-from helios.core.generators import (
-    Generator,
-    is_generator,
-    load_generator,
-    state_of_generator,
-)
+from helios.core.generators import Generator, is_generator, load_generator, state_of_generator
 from helios.core.sharded_tensors import is_sharded
 from helios.core.step_log import StepLog
 from helios.terminal import root_logger as log

@@ -32,14 +32,12 @@ from helios.core.plain_values import (
     stored_params,
 )
 from helios.counters import Cursor, TrainingState
-from helios.data.datamodule import DataModule
 from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.errors import RunMismatchError
 from helios.ledger.run_file import without_secrets
 from helios.model.model import Model
 from helios.model.schedulers import members_of, setting_names
-from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
 from helios.schedule import find_limit, is_limit
 from helios.start.options import OF_DATA, PARAMS, ROWS, Options, Scope, allows
@@ -308,20 +306,13 @@ _HARMLESS = {"num_workers", "pin_memory", "prefetch_factor", "persistent_workers
 _POSITION = {"base_lrs", "last_lr", "last_epoch", "step_count"}
 
 
-def read_fresh(
-    model: Model, datamodule: DataModule, owners: Mapping[str, object]
-) -> dict[str, Any]:
-    """Return what ``setup`` has made, as the options of a checkpoint hold it.
-
-    Args:
-        model: the model.
-        datamodule: the data module.
-        owners: what else has methods that a training calls, by name.
-    """
+def read_fresh(run: Run) -> dict[str, Any]:
+    """Return what ``setup`` has made, as the options of a checkpoint hold it."""
+    model = run.model
     settings = dict(_settings(model))
-    values = dict([*_values("model", model), *_values("data", datamodule)])
+    values = dict([*_values("model", model), *_values("data", run.datamodule)])
     code: dict[str, dict[str, str]] = {}
-    for kind in map(type, (model, model.batch_processor, *owners.values())):
+    for kind in map(type, (model, model.batch_processor, *run.owners.parts.values())):
         if methods := digest_methods(kind):
             code[qualified_name(kind)] = methods
     for path, scheduler in _schedulers(model):
@@ -436,15 +427,15 @@ def compare_fresh(run: Run, origin: Origin, declared: Declared) -> StartChanges:
     loaded, is_over = origin.loaded, declared.is_over
 
     def compare() -> StartChanges:
-        record, allowed = origin.record, run.options.allow_changes
+        record = origin.record
         if record is not None:
             refuse_unread_weights(run, record)
-        found = _compare_fresh(run.fresh, record, allowed, is_over=is_over)
+        found = _compare_fresh(run, record, is_over=is_over)
         if loaded is not None and is_over and _shows_end(run, loaded.record):
             _refuse_other_values(found.values, found.code, run.name, loaded.path)
         return found
 
-    return on_first(run.replicas, compare)
+    return run.replicas.on_first(compare)
 
 
 def refuse_unread_weights(run: Run, record: Record) -> None:
@@ -457,7 +448,7 @@ def refuse_unread_weights(run: Run, record: Record) -> None:
     before = record.options.get(KEY)
     if not run.leaves_weights or before is None:
         return
-    fresh = read_fresh(run.model, run.datamodule, run.owners.parts)
+    fresh = read_fresh(run)
     texts = _texts(
         each
         for each in compare_values(before["values"], fresh["values"])
@@ -478,21 +469,15 @@ def _shows_end(run: Run, record: Record) -> bool:
     return run.replay is None and not is_shortened(run.options, record.options)
 
 
-def _compare_fresh(
-    fresh: Mapping[str, Any],
-    record: Record | None,
-    allowed: Sequence[str],
-    *,
-    is_over: bool,
-) -> StartChanges:
+def _compare_fresh(run: Run, record: Record | None, *, is_over: bool) -> StartChanges:
     """Compare what a start has made with what is known of the one that wrote its checkpoint.
 
     Args:
-        fresh: what this start has made.
+        run: the call.
         record: the checkpoint; ``None`` for a new run.
-        allowed: what ``allow_changes`` names.
         is_over: whether nothing is left to train, so that nothing is taken.
     """
+    fresh = run.fresh
     before = {} if record is None else record.options.get(KEY, {})
     last = before.get("settings", {})
     # Other versions of a library have other settings, and nobody has changed anything. And a
@@ -508,7 +493,7 @@ def _compare_fresh(
         if not _is_state(each.name, record)
     ]
     code = [*_compare_code(before, fresh)]
-    adopts = _OPTIMIZER in allowed and record is not None and not is_over
+    adopts = _OPTIMIZER in run.options.allow_changes and record is not None and not is_over
     kept = {} if adopts else {each.name: each.before for each in settings}
     return StartChanges(
         {KEY: {**fresh, "kept": kept}},
@@ -577,7 +562,7 @@ class Declared:
             _refuse_other_values(found, (), run.name, loaded.path)
             return cls(stored_params(stored), is_over=True)
 
-        return on_first(run.replicas, compare)
+        return run.replicas.on_first(compare)
 
 
 def name_params(params: Mapping[str, Any]) -> dict[str, Any]:

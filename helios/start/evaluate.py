@@ -18,8 +18,8 @@ from helios.model.model import Model, find_test_step, is_own
 from helios.plugins.averaging import EMA, WeightAverage
 from helios.run_parts import RunParts
 from helios.start.changes import refuse_unread_weights
-from helios.start.checkpoint_search import find_chosen
 from helios.start.model_setup import move_networks
+from helios.start.origin import find_chosen
 from helios.start.run import Run
 from helios.start.run_log import format_scores, open_logs
 from helios.start.trained_model import TrainedModel
@@ -32,7 +32,7 @@ def evaluate(run: Run) -> Any:
     """Load a checkpoint, or take the model that ``fit`` has trained, and run one pass."""
     run.prepare_data()
     after_fit = run.trained
-    loaded, reasons = (None, []) if run.is_as_it_is else _find_chosen(run)
+    loaded, reasons = (None, []) if run.is_as_it_is else find_chosen(run)
     record = None if loaded is None else run.detach(loaded.record)
     if loaded is not None:
         _add_averages(run, loaded)
@@ -93,18 +93,6 @@ def _run_pass(run: Run, ask: Callable[[], str]) -> tuple[Any, str]:
     return result, next(filter(None, reasons), "")
 
 
-def _find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
-    return find_chosen(
-        run.choice,
-        run.options,
-        run.model.save_name,
-        run.model.types_for_safe_load(),
-        run_name=run.name,
-        team=run.team,
-        share=run.share,
-    )
-
-
 def _add_averages(run: Run, loaded: Loaded) -> None:
     """Add the averages that had the scores of the best checkpoint; warn for any other one."""
     averages = [] if loaded.sidecar is None else loaded.sidecar.averages
@@ -132,17 +120,13 @@ def _set_up_for(run: Run, state: Trained | None) -> Callable[[RunParts], None]:
     run.find_owners(run.open_saved_source(state))
     if state is None:
         run.model.load_for_testing()
-        return _do_nothing
+        return lambda parts: None
 
     def restore(parts: RunParts) -> None:
         apply_trained(state, parts, is_inference=True)
         _remove_unrestored(run)
 
     return restore
-
-
-def _do_nothing(parts: RunParts) -> None:
-    return
 
 
 def _set_up_around(run: Run, trained: TrainedModel) -> Callable[[RunParts], None]:

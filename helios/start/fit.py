@@ -9,19 +9,11 @@ from functools import partial
 
 import torch
 
-from helios.checkpoint import file_names
 from helios.checkpoint.capture import choose_trained
 from helios.checkpoint.record import Record
 from helios.errors import Interrupted, UsageError
-from helios.replicas.on_all_ranks import on_first
 from helios.start import run_log
-from helios.start.changes import (
-    Declared,
-    compare_fresh,
-    find_end,
-    is_shortened,
-    report_finished,
-)
+from helios.start.changes import Declared, compare_fresh, find_end, is_shortened, report_finished
 from helios.start.origin import Origin, find_origin, require_writable, set_newer_aside
 from helios.start.resume import load_checkpoint
 from helios.start.run import Run
@@ -38,10 +30,10 @@ def fit(run: Run) -> bool | Interrupted:
     reason = find_end(run.options, origin.loaded)
     declared = Declared.compare(run, origin, is_finished=bool(reason))
     if reason:
-        on_first(run.replicas, partial(_refuse_again, run))
+        run.replicas.on_first(partial(_refuse_again, run))
         _restore_end(run, origin, declared, reason)
         return True
-    on_first(run.replicas, partial(require_writable, run.options, run.model.save_name))
+    run.replicas.on_first(partial(require_writable, run))
     training = set_up_training(run, origin, declared)
     run.describe_rescue = training.describe_rescue
     reason = train(training)
@@ -54,7 +46,7 @@ def train(training: Training) -> str:
     training.begun_at = origin.iteration
     if origin.loaded is not None:
         load_checkpoint(training)
-    on_first(run.replicas, partial(set_newer_aside, origin))
+    run.replicas.on_first(partial(set_newer_aside, origin))
     run_log.cut_logs()
     for listener in training.parts.run_listeners:
         listener.opened()
@@ -78,11 +70,11 @@ def _finish(training: Training, reason: str) -> bool | Interrupted:
     for listener in training.parts.run_listeners:
         listener.ended(reason, interruption=interruption)
     if interruption is not None:
-        rescue, end = training.describe_rescue(), _describe_end(training)
+        rescue, end = training.describe_rescue(), run_log.describe_end(training)
         _LOGGER.warning("The training was interrupted: %s. %s%s", interruption, rescue, end)
         return run.interrupt(interruption)
     run.signals.warn_of_late_signals()
-    _LOGGER.info("Training has ended: %s.%s", reason, _describe_end(training))
+    _LOGGER.info("Training has ended: %s.%s", reason, run_log.describe_end(training))
     return True
 
 
@@ -108,28 +100,9 @@ def _record_end(training: Training) -> Record:
         rng={},
         num_threads=torch.get_num_threads(),
         num_replicas=replicas.num_replicas,
-        options=training.definition.options,
+        options=training.options,
         # Other processes have no logs.
         **(run_log.log_places() if replicas.rank == 0 else {}),
-    )
-
-
-def _describe_end(training: Training) -> str:
-    """Return how far the training has come, as lines for the log; waits for saves."""
-    state, newest = training.parts.run, training.saves.writer.wait()
-    best, file_name = state.best.best, None
-    if best is not None and newest is not None:
-        paths = file_names.find_checkpoints(newest.parent)
-        names = {file_names.iteration_of(path): path.name for path in paths}
-        file_name = names.get(best.iteration, "")
-    return run_log.describe_progress(
-        state.state,
-        seconds=training.seconds,
-        begun_at=training.begun_at,
-        scores=training.scores.summarize(best, file_name),
-        nonfinite=training.parts.loss_means.nonfinite,
-        newest=newest,
-        has_report=bool(training.parts.recorders),
     )
 
 
@@ -156,4 +129,4 @@ def _restore_end(run: Run, origin: Origin, declared: Declared, reason: str) -> N
     is_passed = is_shortened(run.options, record.options)
     report_finished(run.name, loaded, reason, is_passed=is_passed)
     changes.report()
-    on_first(run.replicas, partial(set_newer_aside, origin))
+    run.replicas.on_first(partial(set_newer_aside, origin))

@@ -24,19 +24,11 @@ from helios.errors import Interrupted, RankError
 from helios.launch.launcher import Launch
 from helios.launch.rank import RankQueue, end_with_launcher
 from helios.launch.spawning import RankTracebackError, spawn
-from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
-from helios.start.checkpoint_search import require_present
 from helios.start.evaluate import evaluate
 from helios.start.fit import fit
-from helios.start.origin import find_replicas, find_stored, require_writable
-from helios.start.processes import (
-    Stored,
-    choose_processes,
-    choose_replicas,
-    device_for,
-    joined,
-)
+from helios.start.origin import find_replicas, find_stored, require_present, require_writable
+from helios.start.processes import Stored, choose_processes, choose_replicas, device_for, joined
 from helios.start.replay import ReplayRequest, replay
 from helios.start.run import Run, only_call
 from helios.start.signals import Listener, find_signal_code, listening, remember
@@ -61,7 +53,7 @@ def perform(run: Run) -> Any:
 
 
 def _perform(run: Run) -> Any:
-    with run.table.used(), _listening(run, run.find_code):
+    with _listening(run, run.find_code):
         launch = Launch.read()
         if launch.is_given:
             return _take_part(run, launch)
@@ -73,7 +65,7 @@ def _perform(run: Run) -> Any:
             return _run_here(run, launch, num_replicas)
         if run.phase is not Phase.TRAINING:
             # An error here is raised once, and before any process is started.
-            require_present(run.choice, run.options, run.model.save_name, run.name)
+            require_present(run)
         run.enter(launch, num_replicas, is_shown=False)
         return run.execute(lambda run: _run_in_ranks(run, num_processes, num_replicas))
 
@@ -98,16 +90,14 @@ def _listening(run: Run, find_code: Callable[[int], int]) -> Iterator[None]:
 
 def _find_stored(run: Run) -> Stored | None:
     """Return what the checkpoint that the call begins with says of the run."""
-    model, is_fit = run.model, run.phase is Phase.TRAINING
-    types = model.types_for_safe_load()
     if run.is_as_it_is or run.choice.is_none:
         return None
     if run.choice.path is not None:
-        return find_replicas(run.choice.path, types)
-    stored = find_stored(run.options, model.save_name, types, is_fit=is_fit)
-    if is_fit and stored is None and run.replay is None:
+        return find_replicas(run.choice.path, run.model.types_for_safe_load())
+    stored = find_stored(run)
+    if run.phase is Phase.TRAINING and stored is None and run.replay is None:
         # A new run will save. An existing one may be finished, on a read-only disk.
-        require_writable(run.options, model.save_name)
+        require_writable(run)
     return stored
 
 
@@ -128,7 +118,7 @@ def _take_part(run: Run, launch: Launch) -> Any:
         if run.phase is Phase.PREDICTION:
             return _run_here(run, launch, 0)
         team = Replicas(launch.info.world_size, launch.info)
-        stored = on_first(team, lambda: _find_stored(run))
+        stored = team.on_first(lambda: _find_stored(run))
         team.close()
         _, num_replicas = _choose_numbers(run, launch, stored)
         result = _run_here(run, launch, num_replicas)
@@ -161,7 +151,7 @@ def run_in_rank(
     run.enter(Launch.read(), num_replicas)
     run.queue, run.is_rank = queue, True
     # Not 75, with which a rank ends that stands still: that is a failure, a signal is none.
-    with only_call(), run.table.used(), _listening(run, find_signal_code):
+    with only_call(), _listening(run, find_signal_code):
         return run.execute(_choose_work(run)), run.collected
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from inspect import isgeneratorfunction
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,13 +16,15 @@ from helios.core.wrappers import COMPILED, compiled_call
 from helios.data.external_loader import try_state
 from helios.data.source import ByOwnState, ByPosition, CannotResume, Source
 from helios.data.stream import StreamSource
-from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.findings import Finding, FindingKind, Findings, Level, level_of, list_missing
 from helios.loops.optimizer import SEPARATE_UPDATES
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.start.options import Options
+
+if TYPE_CHECKING:
+    from helios.start.run import Run
 
 _CONFIGURATION = "get_compiler_config"
 _MANUAL = "train_step returns None, and so steps by itself"
@@ -71,64 +73,48 @@ class Reproducibility:
 
 
 def find_reproducibility(
-    numerics: Options,
-    engine: Engine,
-    source: Source,
-    *,
-    model: Model,
-    record: Record | None,
-    known: Findings,
+    run: Run, source: Source, record: Record | None, known: Findings
 ) -> Reproducibility:
     """Find the level that a training reaches.
 
     Args:
-        numerics: whether arithmetic is deterministic, and checkpoints are written.
-        engine: the engine, with the replicas of the run.
+        run: the call, whose model is set up.
         source: the training data.
-        model: the model, after its setup.
         record: the checkpoint that the run resumes from, if any.
         known: what is known of the loader's own state.
 
     Raises:
         UsageError: if the run needs a process for each replica and has fewer.
     """
-    bound = [*dict.fromkeys(_find_bound(engine.replicas, model, record))]
-    level, text = _find_level(numerics, engine, source, find_compiled(model), bound)
+    bound = [*dict.fromkeys(_find_bound(run.replicas, run.model, record))]
+    level, text = _find_level(run, source, bound)
     stored = Findings() if record is None else record.findings
     findings = Findings(stored.of(FindingKind.MISSING))
     findings.extend(known)
-    return Reproducibility(level, text, findings, _find_requested(numerics, engine))
+    return Reproducibility(level, text, findings, _find_requested(run.options, run.replicas))
 
 
-def _find_requested(options: Options, engine: Engine) -> Level:
+def _find_requested(options: Options, replicas: Replicas) -> Level:
     """Return the level that several replicas, arithmetic that repeats, or checkpoints ask for."""
-    if not engine.replicas.has_single_replica:
+    if not replicas.has_single_replica:
         return Level.ELASTIC
     if options.enable_deterministic:
         return Level.RESTART
     return Level.ORDER if options.can_save else Level.NONE
 
 
-def _find_level(
-    numerics: Options,
-    engine: Engine,
-    source: Source,
-    compiled: list[str],
-    bound: list[str],
-) -> tuple[Level, str]:
+def _find_level(run: Run, source: Source, bound: list[str]) -> tuple[Level, str]:
     if isinstance(source.resumes_by, CannotResume):
         return Level.NONE, "the training loader can neither seek nor be saved"
-    if engine.device.type != "cpu" and not numerics.enable_deterministic:
+    if run.engine.device.type != "cpu" and not run.options.enable_deterministic:
         return Level.ORDER, "enable_deterministic=True makes arithmetic exact on this device"
-    if compiled:
+    if compiled := find_compiled(run.model):
         return Level.ORDER, f"torch.compile with inductor ({', '.join(compiled)})"
     if source.resumes_by != ByPosition():
         return Level.RESTART, "the training loader has a state or a split of its own"
-    if engine.replicas.has_single_replica:
-        return (
-            Level.RESTART,
-            "one replica: set num_replicas to change the number of processes later",
-        )
+    if run.replicas.has_single_replica:
+        one = "one replica: set num_replicas to change the number of processes later"
+        return Level.RESTART, one
     if bound:
         return Level.RESTART, "; ".join(bound)
     return Level.ELASTIC, "any number of processes, up to the number of replicas"

@@ -7,7 +7,6 @@ import inspect
 import logging
 from collections import UserDict
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from helios.counters import Phase
@@ -16,7 +15,7 @@ from helios.data.datamodule import Dataset as AssignedDataset
 from helios.data.source import CannotResume, Source
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import check_owners, check_receiver, check_state_methods
-from helios.hooks.events import EVENTS, Hooks, Receiver, is_silent
+from helios.hooks.events import EVENTS, Hooks, Receiver
 from helios.loops.epoch import BatchLoop, EpochLoop
 from helios.loops.evaluation import EvaluationLoop, PredictionLoop, TestingLoop, ValidationLoop
 from helios.loops.fit import FitLoop
@@ -148,7 +147,6 @@ def warn_of_unknown_hooks(owner: object) -> None:
     and overrides of other methods, are left alone.
     """
     _warn_of_others_events(owner)
-    _warn_of_hidden_hooks(owner)
     reported: set[str] = set()
     for name in own_methods(owner):
         text = _describe_unknown(name)
@@ -168,21 +166,6 @@ def _warn_of_others_events(owner: object) -> None:
                 type(owner).__name__,
                 event.name,
                 " and ".join(receivers),
-            )
-
-
-def _warn_of_hidden_hooks(owner: object) -> None:
-    """Warn of hooks of a mixin that stands behind a class of Helios, whose empty ones hide them."""
-    for name in EVENTS:
-        kinds = [kind for kind in type(owner).__mro__ if name in vars(kind)]
-        hidden = [kind for kind in kinds if not is_silent(vars(kind)[name])]
-        if hidden and hidden[0] is not kinds[0] and not hidden[0].__module__.startswith("helios."):
-            _LOGGER.warning(
-                "%s.%s is never called: write %s first among the bases of %s.",
-                hidden[0].__name__,
-                name,
-                hidden[0].__name__,
-                type(owner).__name__,
             )
 
 
@@ -246,30 +229,8 @@ def check_batch_processor(model: Model, *, is_inference: bool = False) -> None:
         )
 
 
-def note_own_log(model: Model) -> None:
-    """Log that a model has something of its own in the place of ``Model.log``, which counts."""
-    if "log" in vars(model) or type(model).log is not Model.log:
-        _LOGGER.info(
-            "%s.log is its own, so it does not log means of steps. Rename it to use Model.log.",
-            type(model).__name__,
-        )
-
-
 class PluginTable(UserDict[str, Plugin]):
-    """Plugins by id, in order of registration; fixed while a run uses them."""
-
-    def __init__(self) -> None:
-        self._is_in_use = False
-        super().__init__()
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """Mark the table as used by a run."""
-        self._is_in_use = True
-        try:
-            yield
-        finally:
-            self._is_in_use = False
+    """Plugins by id, in order of registration; a call takes those that are there when it begins."""
 
     def __setitem__(self, name: str, plugin: Plugin) -> None:
         """Register a plugin under its id.
@@ -280,9 +241,7 @@ class PluginTable(UserDict[str, Plugin]):
                 are not those of its event.
             ArgumentError: if another plugin overrides the same ``process_*_batch``, or if it
                 overrides only one of ``state_dict`` and ``load_state_dict``.
-            UsageError: while a run uses the table: it would not be set up and receive no events.
         """
-        self._refuse_in_use(name)
         if not isinstance(plugin, Plugin):
             raise ArgumentTypeError(
                 f"Trainer.plugins[{name!r}] must be a Plugin object, got {plugin!r}. Derive it "
@@ -304,22 +263,6 @@ class PluginTable(UserDict[str, Plugin]):
         check_receiver(plugin)
         check_owners([*self.data.values(), plugin])
         self.data[name] = plugin
-
-    def __delitem__(self, name: str) -> None:
-        """Remove a plugin.
-
-        Raises:
-            UsageError: while a run uses the table.
-        """
-        self._refuse_in_use(name)
-        super().__delitem__(name)
-
-    def _refuse_in_use(self, name: str) -> None:
-        if self._is_in_use:
-            raise UsageError(
-                f"Trainer.plugins[{name!r}] must be set or removed between runs, but a call of "
-                "the trainer is running. Register plugins before fit."
-            )
 
     def __ior__(self, other: Any) -> PluginTable:  # type: ignore[override, misc]
         """Register the plugins of another table: the built-in operator would bypass the checks."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from helios.best import BestRule, Mode
-from helios.checkpoint.options import CheckpointStore, KeepBest
+from helios.checkpoint.retention import CheckpointStore, KeepBest
 from helios.core.plain_values import flatten_params
 from helios.core.rng import get_default_seed
 from helios.counters import Phase, TrainingUnit
@@ -247,15 +247,6 @@ _RESUME = _must_be(
 )
 
 
-def _gpus(name: str, value: Any) -> Any:
-    """Leave the check to ``select_gpus``: GPUs are counted where they are chosen."""
-    return value
-
-
-def _params(name: str, value: Any) -> dict[str, Any]:
-    return flatten_params(value)
-
-
 def _folder(name: str, value: object) -> Path | None:
     """Return a folder's path, which need not exist, but must not be that of a file."""
     if value is None:
@@ -302,16 +293,13 @@ class Options:
     print_frequency: int | str | None = option(AUTO, _FREQUENCY, START)
     accumulation_steps: int = option(1, _WINDOW, RUN)
     enable_cudnn_benchmark: bool = option(
-        False,
-        _FLAG,
-        NONE,
-        excludes=("enable_deterministic",),
-        idle_without="gpu_ids",
+        False, _FLAG, NONE, excludes=("enable_deterministic",), idle_without="gpu_ids"
     )
     enable_deterministic: bool = option(False, _FLAG, START)
     early_stop_cycles: int | None = option(None, _PATIENCE, END, idle_without="valid_frequency")
     use_cpu: bool | None = option(None, _CHOICE, NONE, excludes=("engine",))
-    gpus: list[int] | None = option(None, _gpus, NONE, excludes=("engine",))
+    # GPUs are counted, and checked, where they are chosen.
+    gpus: list[int] | None = option(None, lambda name, value: value, NONE, excludes=("engine",))
     random_seed: int | None = option(None, _SEED, RUN)
     enable_tensorboard: bool = option(False, _FLAG, NONE, needs="run_path")
     enable_file_logging: bool = option(False, _FLAG, NONE, needs="log_path")
@@ -344,7 +332,7 @@ class Options:
     skip_batches: tuple[int, ...] = option((), _NUMBERS, RUN)
     sanity_steps: int = option(0, _NATURAL, START)
     batch_limits: dict[Phase, int] = option(None, _LIMITS, START)
-    params: dict[str, Any] = option(None, _params, NONE)
+    params: dict[str, Any] = option(None, lambda name, value: flatten_params(value), NONE)
     max_restarts: int = option(0, _NATURAL, NONE, idle_without="starts_processes")
     hang_timeout: float | None = option(None, _POSITIVE, START)
 

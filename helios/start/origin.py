@@ -1,4 +1,4 @@
-"""Finds where a training starts: from a checkpoint that ``Trainer(resume=...)`` selects, or anew.
+"""Finds the checkpoint that a call begins with, locks the folder, and loads it in all processes.
 
 A run's folder belongs to one run; ``changes`` says what identifies it. One run writes to a
 folder at a time: rank 0 writes, and every process reads at the next start.
@@ -6,7 +6,11 @@ folder at a time: rank 0 writes, and every process reads at the next start.
 The folder is read twice. :func:`find_stored` returns the number of replicas, on which the number of
 processes depends: only these processes can take the lock, and until then another run may change the
 folder. Therefore :func:`find_origin` searches again under the lock, in one listing, and its
-:class:`Origin` holds everything that the call needs from then on.
+:class:`Origin` holds everything that a training needs from then on.
+
+An evaluation takes no lock: a training may be writing to the folder, and deletes old checkpoints. A
+file that disappears while it is loaded, in one process or between two, is not an error: a newer one
+was committed before, and is searched for then.
 """
 
 from __future__ import annotations
@@ -15,32 +19,410 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
+from helios.best import BestRule
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.record import Record
-from helios.checkpoint.store import Loaded, RunFolder
-from helios.errors import ArgumentError, CheckpointError, DamagedCheckpointError, RunMismatchError
-from helios.replicas.on_all_ranks import on_each, on_first
+from helios.checkpoint.retention import Ranking, rank_checkpoints, with_sidecar
+from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder, find_damaged
+from helios.core.sharded_tensors import RowShare
+from helios.counters import Phase
+from helios.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    DamagedCheckpointError,
+    RunMismatchError,
+)
+from helios.model.model import Model
 from helios.replicas.replicas import Replicas
-from helios.start.checkpoint_search import SHARING, check_run_name, load_together, open_folder
 from helios.start.options import Options
 from helios.start.processes import Stored
-from helios.start.run import Run
 from helios.storage import files
+from helios.storage.files import as_local_path
 from helios.storage.folder_lock import FolderLock
+from helios.text import number_text
+
+if TYPE_CHECKING:
+    from helios.start.run import Run
+
+_LOGGER = logging.getLogger(__name__)
+
+SHARING = (
+    "All processes must see the same files: put them on a file system that the machines share, "
+    "under the same path."
+)
+"""Remedy if a process does not see what another one has written."""
+
+Facts = TypeVar("Facts")
 
 
-def require_writable(options: Options, save_name: str) -> None:
+def open_folder(options: Options, save_name: str) -> RunFolder | None:
+    """Return the folder of a run, or ``None`` without ``chkpt_root``.
+
+    Raises:
+        ArgumentError: if there is a file with its name.
+    """
+    if options.chkpt_root is None:
+        return None
+    path = options.chkpt_root / save_name
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(
+            f"The run's folder, chkpt_root/<save_name>, must be a folder, got the file {path}. "
+            "Move the file away, or give the model another save_name."
+        )
+    return RunFolder(path, options.store or CheckpointStore())
+
+
+def load_together(
+    choose: Callable[[], tuple[Loaded | None, Facts]],
+    safe_types: list[Any],
+    team: Replicas,
+    share: RowShare | None = None,
+    *,
+    pass_over: Callable[[Path, str], None],
+) -> tuple[Loaded | None, Facts]:
+    """Load the checkpoint that rank 0 chooses in all processes, which call this together.
+
+    Args:
+        choose: loads it on rank 0; returns it, ``None`` if there is none, and small facts.
+        safe_types: types that may be built.
+        team: the processes.
+        share: what this process reads of sharded tensors; ``None`` for everything.
+        pass_over: called on rank 0, before it chooses again, where another process has found its
+            part damaged; it may raise.
+
+    Raises:
+        CheckpointError: in all processes, if one does not see what rank 0 has found, or if it is
+            damaged there.
+    """
+    found: Loaded | None = None
+
+    def look() -> tuple[Path | None, Facts]:
+        nonlocal found
+        found, facts = choose()
+        return None if found is None else found.path, facts
+
+    def load(path: Path) -> tuple[bool, str]:
+        nonlocal found
+        damage = ""
+        if team.rank != 0:
+            found, damage = _try_to_load(path, safe_types, share)
+        return found is not None, damage
+
+    while True:
+        path, facts = team.on_first(look)
+        if path is None:
+            return None, facts
+        reports = team.on_each(partial(load, path))
+        damage = next((damage for _, damage in reports if damage), "")
+        has_loaded = [is_loaded for is_loaded, _ in reports]
+        if damage:
+            team.on_first(partial(pass_over, path, damage))
+        elif all(has_loaded):
+            return found, facts
+        elif not team.on_first(partial(file_names.is_gone, path)):
+            # Rank 0 still sees it.
+            raise CheckpointError(
+                f"Rank 0 of {team.num_processes} loads {path}, but rank {has_loaded.index(False)} "
+                f"finds no such file. {SHARING}"
+            )
+
+
+def _try_to_load(
+    path: Path, safe_types: list[Any], share: RowShare | None
+) -> tuple[Loaded | None, str]:
+    """Load a checkpoint; ``None`` if it is gone or damaged, with what is damaged of it."""
+    try:
+        return loading.load_present(path, safe_types, maps=True, share=share), ""
+    except FileNotFoundError:
+        return None, ""
+    except DamagedCheckpointError as error:
+        return None, str(error)
+
+
+def load_given(
+    path: Path, safe_types: list[Any], team: Replicas, share: RowShare | None = None
+) -> Loaded | None:
+    """Load a file that was named in all processes of a team."""
+
+    def load() -> tuple[Loaded | None, None]:
+        return loading.load(path, safe_types, maps=True, share=share), None
+
+    return load_together(load, safe_types, team, share, pass_over=_refuse_damaged)[0]
+
+
+def _refuse_damaged(path: Path, damage: str) -> None:
+    raise DamagedCheckpointError(damage)
+
+
+def check_run_name(loaded: Loaded, name: str, folder: RunFolder) -> None:
+    """Check that the newest checkpoint is of the run with a name.
+
+    Raises:
+        RunMismatchError: if it is of another run.
+    """
+    sidecar = loaded.sidecar
+    if sidecar is not None and sidecar.names_run and sidecar.run_name != name:
+        raise RunMismatchError(
+            f"The folder {folder.path} belongs to the run {sidecar.run_name!r} (newest checkpoint "
+            f"{loaded.path.name}), but this run is {name!r}. Give the model another save_name, "
+            f"pass run_name={sidecar.run_name!r} to continue that run, or resume='never' to "
+            "move its files aside."
+        )
+
+
+# ---- what an evaluation loads
+
+
+Choice: TypeAlias = Literal["auto", "best", "newest"] | str | Path | None
+"""``"auto"``, ``"best"``, ``"newest"``, a file, or ``None`` for none."""
+
+
+@dataclass(frozen=True)
+class CheckpointChoice:
+    """Which checkpoint an evaluation loads.
+
+    Attributes:
+        path: this file; ``None`` for one in the run's folder.
+        is_none: whether none is loaded.
+        is_best: whether it is the best one, or else the newest.
+        rule: what decides which one is the best; ``None`` for what the run was trained with.
+        is_required: whether it is an error if there is none.
+    """
+
+    path: Path | None = None
+    is_none: bool = False
+    is_best: bool = False
+    rule: BestRule | None = None
+    is_required: bool = False
+
+
+def choose_checkpoint(run: Run, asked: Choice, *, has_fitted: bool) -> CheckpointChoice:
+    """Return what the argument of an evaluation means.
+
+    Args:
+        run: the call.
+        asked: the argument.
+        has_fitted: whether the trainer has trained: its newest checkpoint comes from
+            ``resume=<path>`` then, otherwise that file itself is meant.
+
+    Raises:
+        ArgumentTypeError: if it is neither a string nor a path.
+        ArgumentError: for a URL, and if there is no folder to look in.
+    """
+    options = run.options
+    if asked is None:
+        return CheckpointChoice(is_none=True)
+    if asked == "auto" and not has_fitted and options.resume_path is not None:
+        asked = options.resume_path
+    if asked == "auto":
+        has_own = type(run.model).load_for_testing is not Model.load_for_testing
+        return CheckpointChoice(is_required=run.trained is None and not has_own)
+    if not isinstance(asked, str | Path):
+        raise ArgumentTypeError(
+            'Trainer.test(checkpoint=...) must be "best", "newest", a file or None, got '
+            f"{asked!r}. Omit it for the newest one."
+        )
+    if asked not in ("best", "newest"):
+        path = as_local_path("Trainer.test(checkpoint=...)", asked)
+        return CheckpointChoice(path, is_required=True)
+    if options.chkpt_root is None:
+        raise ArgumentError(
+            f"Trainer.test(checkpoint={asked!r}) must be used with a folder of checkpoints, got "
+            "none. Pass Trainer(chkpt_root=...), or the path of a file."
+        )
+    if asked == "newest":
+        return CheckpointChoice(is_required=True)
+    rule = options.find_rule(run.plugins.values())
+    return CheckpointChoice(is_best=True, rule=rule, is_required=True)
+
+
+_MAX_NAMES = 8
+
+
+_UNTRAINED = "To evaluate a model that was never trained, pass checkpoint=None."
+
+
+def require_present(run: Run) -> None:
+    """Check that there is the checkpoint that an evaluation loads, without loading it.
+
+    Raises:
+        CheckpointError: if there is none; it names those there are.
+        ArgumentError: if nothing decides which one is the best.
+    """
+    choice, folder = run.choice, open_folder(run.options, run.model.save_name)
+    if choice.path is not None:
+        if not file_names.is_present(choice.path):
+            raise CheckpointError(
+                'Trainer.test(checkpoint=...) must be "best", "newest" or a checkpoint file, but '
+                f"there is no file at {choice.path}. {_describe(folder)}".rstrip()
+            )
+    elif choice.is_required and folder is None:
+        raise CheckpointError(
+            "There is no checkpoint to evaluate: chkpt_root is not set, and this trainer has not "
+            "trained this model. Use the trainer whose fit has trained it, or pass "
+            f"Trainer(chkpt_root=...) or the file. {_UNTRAINED}"
+        )
+    elif choice.is_required and folder is not None:
+        if not file_names.find_checkpoints(folder.path) and not find_damaged(folder.path):
+            raise CheckpointError(
+                f"There is no checkpoint to evaluate: {folder.path} holds no checkpoint. "
+                f"{_list_runs(folder.path)} {_UNTRAINED}"
+            )
+        if choice.is_best:
+            _rank(folder, choice.rule, run.name)
+
+
+def find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
+    """Load the checkpoint of an evaluation, which rank 0 searches, in all its processes.
+
+    Returns:
+        The checkpoint, ``None`` if there is none; and why it was chosen.
+
+    Raises:
+        CheckpointError: if there is none that fits, or if it cannot be used.
+        ArgumentError: if nothing decides which one is the best.
+    """
+    choice, team, share = run.choice, run.team, run.share
+    if choice.is_none:
+        return None, []
+    if choice.is_required:
+        team.on_first(partial(require_present, run))
+    safe_types = run.model.types_for_safe_load()
+    if choice.path is not None:
+        return load_given(choice.path, safe_types, team, share), []
+    folder = open_folder(run.options, run.model.save_name)
+    if folder is None:
+        return None, []
+    folder.share = share
+    if choice.is_best:
+        load_best = partial(_load_best, folder, choice.rule, run.name, safe_types)
+        return load_together(load_best, safe_types, team, share, pass_over=_refuse_damaged)
+
+    def load_newest() -> tuple[Loaded | None, list[str]]:
+        # A run may be training in the folder, so no file is changed.
+        return folder.load_newest(safe_types, renames_damaged=False), []
+
+    pass_over = partial(folder.pass_over, renames=False)
+    loaded, reasons = load_together(load_newest, safe_types, team, share, pass_over=pass_over)
+    if run.options.run_name and loaded is not None:
+        check_run_name(loaded, run.name, folder)
+    return loaded, reasons
+
+
+def _load_best(
+    folder: RunFolder, rule: BestRule | None, run_name: str, safe_types: list[Any]
+) -> tuple[Loaded | None, list[str]]:
+    """Load the best checkpoint of a folder; returns it with the reasons why it is."""
+    for _ in file_names.listings(folder.path):
+        ranking = _rank(folder, rule, run_name)
+        path = ranking.entries[0].path
+        try:
+            loaded = loading.load_present(path, safe_types, maps=True, share=folder.share)
+        except FileNotFoundError:
+            continue
+        _warn_of_better(ranking)
+        return loaded, _explain(ranking)
+    return None, []
+
+
+def _rank(folder: RunFolder, rule: BestRule | None, run_name: str) -> Ranking:
+    """Return the checkpoints of a run by their scores; there is at least one.
+
+    Raises:
+        CheckpointError: if there is no checkpoint with the score.
+        ArgumentError: if nothing decides.
+    """
+    present = [each for each in folder.entries() if file_names.belongs_to(each.path, run_name)]
+    known = [with_sidecar(entry) for entry in present]
+    ranking = rank_checkpoints(known, rule)
+    if ranking.entries:
+        return ranking
+    if ranking.rule is None:
+        raise ArgumentError(
+            'Trainer.test(checkpoint="best") must be used with one score that decides, got none, '
+            'or several. Pass Trainer(store=CheckpointStore(keep_best=KeepBest(1, "loss", '
+            'mode="min"))), as for the training.'
+        )
+    names = sorted({name for entry in known for name in entry.metrics})
+    metric = ranking.rule.metric
+    best = "" if ranking.best is None else f"The best validation: {ranking.best}. "
+    raise CheckpointError(
+        f'Trainer.test(checkpoint="best") needs a checkpoint of the run {run_name!r} with the '
+        f"score{'' if metric is None else f' {metric!r}'}, but there is none. {best}"
+        f"{_describe(folder)}Their scores: {', '.join(names) or 'none'}. Correct the metric, or "
+        "set chkpt_frequency and valid_frequency so that a checkpoint follows a validation."
+    )
+
+
+def _explain(ranking: Ranking) -> list[str]:
+    """Return why the best checkpoint was chosen."""
+    best, *others = ranking.entries
+    metric = None if ranking.rule is None else ranking.rule.metric
+    if metric is None:
+        return ["the last one that have_metrics_improved accepted"]
+    score = best.metrics[metric]
+    reasons = [f"the best of {len(others) + 1} checkpoints by {ranking.rule}: {number_text(score)}"]
+    equal = [each.path.name for each in others if each.metrics[metric] == score]
+    if equal:
+        reasons.append(f"the earliest with this score (equal: {', '.join(equal)})")
+    return reasons
+
+
+def _warn_of_better(ranking: Ranking) -> None:
+    """Warn if the best validation of the run has no checkpoint."""
+    if ranking.lacks_best:
+        _LOGGER.warning(
+            "The best validation of the run has no checkpoint: %s. The best checkpoint is %s. "
+            "CheckpointStore(keep_best=...) saves each best validation.",
+            ranking.best,
+            ranking.entries[0].path.name,
+        )
+
+
+def _list_runs(path: Path) -> str:
+    """Return a sentence that names the runs beside a folder, those with a similar name first."""
+    root = path.parent
+    folders = [each for each in root.iterdir() if each.is_dir()] if root.is_dir() else []
+    names = [each.name for each in folders if file_names.list_checkpoints(each)]
+    names.sort(key=lambda name: (-SequenceMatcher(None, path.name, name).ratio(), name))
+    if file_names.list_checkpoints(root):
+        return f"{root} is itself the folder of a run: pass its parent as chkpt_root."
+    if not names:
+        return f"{root} {'holds no runs' if root.is_dir() else 'does not exist'}: check chkpt_root."
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"The runs there are: {', '.join(names[:_MAX_NAMES])}{more}. Correct the save_name."
+
+
+def _describe(folder: RunFolder | None) -> str:
+    """Return a sentence that names the newest checkpoints of a folder; empty without a folder."""
+    if folder is None:
+        return ""
+    names = [path.name for path in file_names.find_checkpoints(folder.path)]
+    if not names:
+        return f"{folder.path} holds no checkpoint. "
+    more = f", and {len(names) - _MAX_NAMES} older ones" if len(names) > _MAX_NAMES else ""
+    return f"{folder.path} holds {', '.join(reversed(names[-_MAX_NAMES:]))}{more}. "
+
+
+# ---- where a training starts
+
+
+def require_writable(run: Run) -> None:
     """Refuse a folder that cannot be written to, before the first save would fail.
 
     Raises:
         ArgumentError: if the run saves, and its folder cannot be created or written to.
     """
-    folder = open_folder(options, save_name)
+    options = run.options
+    folder = open_folder(options, run.model.save_name)
     if folder is None or not options.can_save:
         return
     try:
@@ -71,9 +453,9 @@ def _lock_folder(folder: RunFolder, run: Run) -> FolderLock:
             lock.acquire()
         return lock.owner
 
-    owner = on_first(team, take)
+    owner = team.on_first(take)
     if can_save and owner:
-        on_each(team, lambda: _require_sight(lock.path, owner, team))
+        team.on_each(lambda: _require_sight(lock.path, owner, team))
     return lock
 
 
@@ -97,9 +479,6 @@ def _require_sight(path: Path, owner: str, team: Replicas) -> None:
                 f"does not see the same folder. {SHARING}"
             )
         time.sleep(0.1)
-
-
-_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -171,21 +550,16 @@ def _search_stored(
     return file_names.search(folder.path, look, listed=listed)
 
 
-def find_stored(
-    options: Options, save_name: str, safe_types: list[Any], *, is_fit: bool
-) -> Stored | None:
+def find_stored(run: Run) -> Stored | None:
     """Return what the run was started with; ``None`` for a new run.
 
-    Args:
-        options: where checkpoints are, and which one is resumed.
-        save_name: name of the run's folder.
-        safe_types: types that may be built.
-        is_fit: whether ``resume`` applies; an evaluation uses the newest checkpoint.
+    An evaluation uses the newest checkpoint, whatever ``resume`` says.
 
     Raises:
         CheckpointError: if the newest checkpoint is undamaged, but cannot be used.
     """
-    folder = open_folder(options, save_name)
+    is_fit, options = run.phase is Phase.TRAINING, run.options
+    folder, safe_types = open_folder(options, run.model.save_name), run.model.types_for_safe_load()
     if folder is None or (is_fit and options.resume == "never"):
         return None
     # Any checkpoint of the run will do, so one listing is enough, unless it holds none: a training
@@ -272,24 +646,6 @@ def _choose_origin(
     return origin
 
 
-def _move_aside(folder: RunFolder) -> None:
-    moved = folder.move_aside()
-    if moved is not None:
-        _LOGGER.warning("Moved the existing checkpoints of the run to %s.", moved)
-
-
-def set_newer_aside(origin: Origin) -> None:
-    """Move what is newer than the checkpoint that a run goes back to, before training continues."""
-    if origin.goes_back and origin.folder is not None and origin.loaded is not None:
-        moved = origin.folder.move_newer_aside(origin.iteration)
-        if moved is not None:
-            _LOGGER.warning(
-                "The run goes back to %s. Moved newer checkpoints and a copy of the ledger to %s.",
-                origin.loaded.path.name,
-                moved,
-            )
-
-
 def _start_from_path(
     folder: RunFolder, path: Path, safe_types: list[Any], listed: list[Path]
 ) -> Origin:
@@ -315,3 +671,21 @@ def _start_from_path(
         return Origin(loaded=loaded, path=given, goes_back=True)
     _move_aside(folder)
     return Origin(loaded=loaded, path=given, is_branch=True)
+
+
+def _move_aside(folder: RunFolder) -> None:
+    moved = folder.move_aside()
+    if moved is not None:
+        _LOGGER.warning("Moved the existing checkpoints of the run to %s.", moved)
+
+
+def set_newer_aside(origin: Origin) -> None:
+    """Move what is newer than the checkpoint that a run goes back to, before training continues."""
+    if origin.goes_back and origin.folder is not None and origin.loaded is not None:
+        moved = origin.folder.move_newer_aside(origin.iteration)
+        if moved is not None:
+            _LOGGER.warning(
+                "The run goes back to %s. Moved newer checkpoints and a copy of the ledger to %s.",
+                origin.loaded.path.name,
+                moved,
+            )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.record import Record
@@ -25,17 +25,14 @@ from helios.ledger.compare import LedgerFollower, Replay
 from helios.ledger.line import step_of
 from helios.ledger.writer import LedgerWriter
 from helios.listeners import Recorder
-from helios.replicas.on_all_ranks import on_first
 from helios.start.changes import Declared
-from helios.start.checkpoint_search import load_given, open_folder
 from helios.start.fit import train
 from helios.start.level import Reproducibility
-from helios.start.options import Options
-from helios.start.origin import Origin
-from helios.start.recorders import hash_definition, make_writer
+from helios.start.origin import Origin, load_given, open_folder
 from helios.start.run import Run
 from helios.start.signals import Signals
 from helios.start.training import set_up_training
+from helios.start.writers import hash_definition, make_writer
 from helios.text import with_step
 
 
@@ -92,8 +89,7 @@ class ReplayRange:
     witness: Path | None
 
 
-@dataclass(frozen=True)
-class _Extent:
+class _Extent(NamedTuple):
     """The iterations that a ledger holds: those above ``after``, up to ``last`` with its step."""
 
     after: int
@@ -102,16 +98,12 @@ class _Extent:
     has_ended: bool
 
 
-def find_range(
-    options: Options, save_name: str, asked: ReplayOptions, *, run_name: str
-) -> ReplayRange:
+def find_range(run: Run, asked: ReplayOptions) -> ReplayRange:
     """Find out what a replay repeats.
 
     Args:
-        options: where the run's folder is.
-        save_name: name of that folder.
+        run: the call.
         asked: the iterations.
-        run_name: name of the run, which its checkpoints have.
 
     Raises:
         UsageError: if the trainer has no folder, and if the run is below the level ``restart``.
@@ -119,7 +111,7 @@ def find_range(
         CheckpointError: if there is no checkpoint to begin with.
         ArgumentError: for iterations that the ledger does not hold.
     """
-    folder = open_folder(options, save_name)
+    folder = open_folder(run.options, run.model.save_name)
     if folder is None:
         raise UsageError(
             "Trainer.replay() compares a part of a run with the run's ledger, which is in "
@@ -128,7 +120,7 @@ def find_range(
     ledger = folder.path / FILE_NAME
     if not ledger.is_file():
         raise LedgerError(
-            f"The run {run_name!r} has no ledger to compare a replay with: there is no {ledger}. "
+            f"The run {run.name!r} has no ledger to compare a replay with: there is no {ledger}. "
             'A run with checkpoints writes one, unless Trainer(ledger="off") is set. Pass the '
             "chkpt_root of the run, and the arguments that it was started with."
         )
@@ -137,9 +129,9 @@ def find_range(
     present = [
         path
         for path in file_names.list_checkpoints(folder.path)
-        if file_names.belongs_to(path, run_name)
+        if file_names.belongs_to(path, run.name)
     ]
-    origin = options.resume_path
+    origin = run.options.resume_path
     number = file_names.iteration_of
     if origin is not None and number(origin) == extent.after and file_names.is_present(origin):
         # Where the ledger of a branch begins.
@@ -250,7 +242,7 @@ def find_replay(run: Run, asked: ReplayOptions) -> None:
         HeliosError: if there is nothing to repeat, or to compare it with.
     """
     options = run.options
-    run.replay = find_range(options, run.model.save_name, asked, run_name=run.name)
+    run.replay = find_range(run, asked)
     run.options = dataclasses.replace(
         options,
         signals=Signals(()),
@@ -265,7 +257,7 @@ def replay(run: Run) -> Replay:
     run.prepare_data()
     assert run.replay is not None
     # If the run trains meanwhile, processes may have seen different checkpoints.
-    part = on_first(run.replicas, lambda: run.replay)
+    part = run.replicas.on_first(lambda: run.replay)
     assert part is not None
     types = run.model.types_for_safe_load()
     loaded, known = None, None
@@ -279,7 +271,7 @@ def replay(run: Run) -> Replay:
     comparison = _Comparison(run, part, origin.record)
     make, ask = comparison.make_recorders, comparison.ask
     train(set_up_training(run, origin, declared, make=make, ask=ask, known=known))
-    return on_first(run.replicas, comparison.conclude)
+    return run.replicas.on_first(comparison.conclude)
 
 
 @dataclass

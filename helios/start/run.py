@@ -41,27 +41,25 @@ from helios.listeners import RunListener
 from helios.loops.loop import Loop, LoopStates
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
-from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.run_parts import RunParts
 from helios.run_state import Place, RunState
 from helios.start.changes import read_fresh
-from helios.start.checkpoint_search import CheckpointChoice, Choice, choose_checkpoint
 from helios.start.hangs import HangWatch, Whereabouts
 from helios.start.model_setup import (
+    SetupContext,
     build_networks,
     set_train_mode,
     take_own_processor,
 )
 from helios.start.objects import (
-    PluginTable,
     Roots,
     check_batch_processor,
-    note_own_log,
     warn_of_unknown_hooks,
     warn_of_unread_datasets,
 )
 from helios.start.options import Options
+from helios.start.origin import CheckpointChoice, Choice, choose_checkpoint
 from helios.start.processes import (
     SAME_DATA,
     describe_data_sets,
@@ -70,13 +68,12 @@ from helios.start.processes import (
     options_that_must_match,
     require_alike,
 )
-from helios.start.setup_context import SetupContext
 from helios.start.signals import Listener, find_signal_code
 from helios.start.stateful import find_owners
 from helios.start.trained_model import TrainedModel
 from helios.state.owners import Owners
 from helios.terminal import root_logger as log
-from helios.terminal.progress import Display, create_display
+from helios.terminal.progress import Display, ProgressDisplay
 
 if TYPE_CHECKING:
     from helios.start.replay import ReplayRange
@@ -88,12 +85,6 @@ LOOP_PATH = "fit"
 """The role of the loop over all epochs."""
 
 _OF_MODEL = "Without them all networks, optimizers and schedulers among its attributes are saved."
-_PURPOSES = {
-    Phase.TRAINING: "fetch",
-    Phase.VALIDATION: "fetch-validation",
-    Phase.TESTING: "fetch-testing",
-    Phase.PREDICTION: "fetch-prediction",
-}
 
 
 def _make_engine(options: Options, device: torch.device) -> Engine:
@@ -187,7 +178,7 @@ class Run:
         self,
         phase: Phase,
         options: Options,
-        plugins: PluginTable,
+        plugins: Mapping[str, Plugin],
         loops: Roots,
         model: Model,
         datamodule: DataModule,
@@ -199,8 +190,7 @@ class Run:
     ) -> None:
         self.phase = phase
         self.options = options
-        self.plugins: Mapping[str, Plugin] = plugins
-        self.table = plugins
+        self.plugins: Mapping[str, Plugin] = dict(plugins)
         self.loops = loops
         self.model = model
         self.datamodule = datamodule
@@ -225,20 +215,12 @@ class Run:
 
     def _choose(self, checkpoint: Choice, last: TrainedModel | None) -> None:
         """Decide what is evaluated."""
-        model = self.model
-        if last is not None and last.model is model:
+        if last is not None and last.model is self.model:
             self.trained = last
             if checkpoint in ("auto", None):
                 self.reason_to_load = last.reason_to_load
                 self.is_as_it_is = not self.reason_to_load
-        has_own = type(model).load_for_testing is not Model.load_for_testing
-        self.choice = choose_checkpoint(
-            checkpoint,
-            self.options,
-            self.plugins.values(),
-            has_fitted=last is not None,
-            may_lack=self.trained is not None or has_own,
-        )
+        self.choice = choose_checkpoint(self, checkpoint, has_fitted=last is not None)
 
     def _be_idle(self) -> None:
         """Have nothing that belongs to this process."""
@@ -289,8 +271,8 @@ class Run:
         self.hooks = self._make_bus()
         self.display = Display()
         self._is_shown = is_shown
-        if is_shown:
-            self.display = create_display(self.options.enable_progress_bar)
+        if is_shown and self.info.rank == 0:
+            self.display = ProgressDisplay(self.options.enable_progress_bar)
         self.sources: dict[Phase, list[Source]] = {}
         self.settings = ExitStack()
         self.fresh: dict[str, Any] = {}
@@ -435,7 +417,7 @@ class Run:
         """
         numbers = self.team.gather_objects(self.signals.number)
         number = next((number for number in numbers if number is not None), None)
-        return Interrupted(on_first(self.team, lambda: self.find_code(number)), reason)
+        return Interrupted(self.team.on_first(lambda: self.find_code(number)), reason)
 
     def _tear_down(self, *, is_regular: bool) -> None:
         self.is_live = False
@@ -510,7 +492,7 @@ class Run:
                 self.datamodule.prepare_data()
 
         if not self.is_rank:
-            on_each(self.team, prepare)
+            self.team.on_each(prepare)
 
     def restore(self, trained: Trained) -> None:
         """Set everything up, with the results of a call that has ended."""
@@ -617,17 +599,9 @@ class Run:
 
     def find_owners(self, source: Source | None = None) -> None:
         """Find who holds state, and what a training starts with, right after the set-up."""
-        self.owners = find_owners(
-            self.plugins,
-            self.model,
-            self.datamodule,
-            engine=self.engine,
-            loop=(LOOP_PATH, self.loops.fit),
-            source=source,
-            validation=self.sources.get(Phase.VALIDATION, ()) if source is not None else (),
-        )
+        self.owners = find_owners(self, LOOP_PATH, source)
         if self.phase is Phase.TRAINING:
-            self.fresh = read_fresh(self.model, self.datamodule, self.owners.parts)
+            self.fresh = read_fresh(self)
 
     def set_up(
         self, *, is_inference: bool, is_resumed: bool = False, makes_base: bool = False
@@ -662,7 +636,6 @@ class Run:
         check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
-        note_own_log(self.model)
         if not makes_base and (is_resumed or run.can_save):
             context.check_loads()
         self.renew_hooks()
@@ -702,7 +675,7 @@ class Run:
             found,
             label=phase.value,
             run_seed=run.seed,
-            purpose=_PURPOSES[phase],
+            purpose="fetch" if phase is Phase.TRAINING else f"fetch-{phase.value}",
             limit=self.options.batch_limits.get(phase),
             share=Shard(
                 replicas.num_replicas, replicas.local_replicas, pads=phase is Phase.TRAINING
@@ -712,7 +685,7 @@ class Run:
 
 
 _SENT = (
-    *("phase", "options", "plugins", "table", "loops", "model", "datamodule", "passed_through"),
+    *("phase", "options", "plugins", "loops", "model", "datamodule", "passed_through"),
     *("choice", "is_as_it_is", "reason_to_load", "replay"),
     "is_again",
 )

@@ -8,20 +8,20 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from helios.best import BestRule, BestValidation
-from helios.checkpoint.options import KeepBest
+from helios.checkpoint import file_names
 from helios.checkpoint.record import Record
+from helios.checkpoint.retention import KeepBest
 from helios.core.environment import get_env_info_str
 from helios.core.wrappers import class_of
 from helios.counters import Phase, TrainingState
 from helios.data.source import Source
 from helios.data.steps import StepsSource
-from helios.engines.engine import Engine
 from helios.listeners import RunListener, Validated
 from helios.model.model import Model, is_own
 from helios.model.schedulers import Schedulers, find_epoch_like
@@ -31,41 +31,49 @@ from helios.start.options import Options
 from helios.terminal import root_logger as log
 from helios.text import count_text, number_text, size_text, with_step
 
+if TYPE_CHECKING:
+    from helios.start.level import Reproducibility
+    from helios.start.origin import Origin
+    from helios.start.run import Run
+    from helios.start.training import Training
+
 _LOGGER = logging.getLogger(__name__)
 # What a resume does not repeat: it is that of the first start, or named where it differs.
 _ONCE = ("plan", "model", "data")
 
 
-def show_banner(model: Model, lines: dict[str, Any], *, where: str | None, is_wanted: bool) -> None:
+def show_banner(run: Run, origin: Origin, level: Reproducibility, schedule: Schedule) -> None:
     """Log the banner, with what the model appends to it; at a resume, one line of it.
 
-    Args:
-        model: may append to the banner.
-        lines: facts of this run, by label.
-        where: the checkpoint that the run resumes from; ``None`` for a first start.
-        is_wanted: whether there is a banner; the line of a resume is always logged.
+    The line of a resume is logged whether a banner is wanted or not.
     """
-    rows = [f"{label}: {fact}" for label, fact in lines.items() if not (where and label in _ONCE)]
-    if where is not None:
-        text = f"Resumed from {where}; {'; '.join(rows)}."
-    elif is_wanted:
+    options, replicas, loaded = run.options, run.replicas, origin.loaded
+    count = count_text(replicas.num_processes, "process")
+    lines = {
+        "run": run.name,
+        "seed": f"{options.seed}{'' if options.random_seed is not None else ' (the default)'}",
+        "plan": _describe_plan(run, schedule),
+        "model": describe_model(run.model),
+        "data": _describe_data(run.sources),
+        "processes": f"{count}, {count_text(replicas.num_replicas, 'replica')}",
+        **level.describe_shortfall(),
+    }
+    rows = [f"{label}: {fact}" for label, fact in lines.items() if not (loaded and label in _ONCE)]
+    if loaded is not None:
+        text = f"Resumed from {loaded.path.name}; {'; '.join(rows)}."
+    elif options.print_banner:
         text = "\n".join([get_env_info_str(), "start: from the beginning", *rows])
     else:
         return
-    _LOGGER.info("%s", model.append_to_banner(text) if is_wanted else text)
+    _LOGGER.info("%s", run.model.append_to_banner(text) if options.print_banner else text)
 
 
 _MAX_ROWS = 8
 
 
-def describe_plan(
-    options: Options,
-    schedule: Schedule,
-    sources: Mapping[Phase, Sequence[Source]],
-    engine: Engine,
-) -> str:
+def _describe_plan(run: Run, schedule: Schedule) -> str:
     """Return in a line how long the run is, how large its steps are, and what is due when."""
-    source = sources[Phase.TRAINING][0]
+    options, replicas, source = run.options, run.replicas, run.sources[Phase.TRAINING][0]
     total, unit = schedule.total_steps, "epoch" if schedule.is_by_epoch else "step"
     length = f"unlimited {unit}s" if total == math.inf else count_text(int(total), unit)
     num_batches = source.num_batches()
@@ -74,7 +82,6 @@ def describe_plan(
         length = f"{length} of {count_text(num_steps, 'step')}"
     # A loader of the user's knows it by itself.
     size = source.description.get("batch_size") or getattr(source.loader, "batch_size", None)
-    replicas = engine.replicas
     factors = [f"batch {size}" if size else "batches"]
     if schedule.accumulation_steps > 1:
         factors.append(f"{schedule.accumulation_steps}")
@@ -84,13 +91,13 @@ def describe_plan(
         length = f"{length} ({' x '.join(factors)})"
     if schedule.max_steps is not None:
         length = f"{length}, at most {count_text(schedule.max_steps, 'step')}"
-    validated = schedule.valid_frequency if Phase.VALIDATION in sources else None
+    validated = schedule.valid_frequency if Phase.VALIDATION in run.sources else None
     missing = "chkpt_root" if options.chkpt_root is None else "chkpt_frequency"
     saved = _describe_saves(schedule, unit) if options.can_save else ""
     return ", ".join(
         [
             length,
-            engine.precision.value,
+            run.engine.precision.value,
             f"validated {_every(validated, unit)}" if validated else "not validated",
             f"saved {saved}" if saved else f"nothing is saved ({missing})",
         ]
@@ -165,12 +172,8 @@ def _parts(model: Model) -> Iterator[tuple[str, str, Iterable[Tensor]]]:
         yield name, "Parameter", [tensor]
 
 
-def describe_data(sources: Mapping[Phase, Sequence[Source]]) -> str:
-    """Return how many samples and batches an epoch and a validation have.
-
-    Args:
-        sources: the loaders of each phase.
-    """
+def _describe_data(sources: Mapping[Phase, Sequence[Source]]) -> str:
+    """Return how many samples and batches an epoch and a validation have."""
     return "; ".join(
         " ".join(filter(None, ("" if phase is Phase.TRAINING else phase.value, source.name, size)))
         for phase, found in sources.items()
@@ -352,36 +355,23 @@ def _describe_best(best: BestValidation) -> str:
     return f"best{since}: {format_scores(best.deciding)} (iteration {place})"
 
 
-def describe_progress(
-    state: TrainingState,
-    *,
-    seconds: float,
-    begun_at: int,
-    scores: Mapping[str, str],
-    nonfinite: str,
-    newest: Path | None,
-    has_report: bool,
-) -> str:
-    """Return how far a training has come, as lines below a message of the log.
-
-    Args:
-        state: the counters.
-        seconds: the time of this start.
-        begun_at: the iteration that this start continued from.
-        scores: what :meth:`ScoreLog.summarize` returned.
-        nonfinite: the first loss that was not finite; empty if all were.
-        newest: the newest checkpoint; ``None`` without one.
-        has_report: whether the run has written what ``helios report`` reads.
-    """
-    count = state.global_iteration - begun_at
-    part = f"; this start: {count} iterations" if begun_at else ""
-    place = _describe_position(state)
-    facts = {"trained": f"until {place}{part} in {format_seconds(seconds)}", **scores}
-    if nonfinite:
+def describe_end(training: Training) -> str:
+    """Return how far a training has come, as lines below a message of the log; waits for saves."""
+    parts, newest = training.parts, training.saves.writer.wait()
+    state, best, file_name = parts.run.state, parts.run.best.best, None
+    if best is not None and newest is not None:
+        paths = file_names.find_checkpoints(newest.parent)
+        names = {file_names.iteration_of(path): path.name for path in paths}
+        file_name = names.get(best.iteration, "")
+    count = state.global_iteration - training.begun_at
+    part = f"; this start: {count} iterations" if training.begun_at else ""
+    place = f"until {_describe_position(state)}{part} in {format_seconds(training.seconds)}"
+    facts = {"trained": place, **training.scores.summarize(best, file_name)}
+    if nonfinite := parts.loss_means.nonfinite:
         facts["not finite"] = f"the first loss: {nonfinite}"
     if newest is not None:
         facts["checkpoints"] = f"{newest.parent} (newest: {newest.name})"
-        if has_report:
+        if parts.recorders:
             facts["report"] = f"helios report {newest.parent}"
     width = max(map(len, facts))
     return "".join(f"\n  {label:<{width}}  {fact}" for label, fact in facts.items())

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core.utils import Stateful, unsaved_of
-from helios.data.datamodule import DataModule
+from helios.counters import Phase
 from helios.data.loader import KeyedLoader, data_sets_of
 from helios.data.order import ReplayedOrder
 from helios.data.source import ByOwnState, Source
@@ -26,6 +26,9 @@ from helios.state.owners import Owner, Owners
 from helios.state.values import generators_in
 from helios.storage.plain_objects import attributes_of
 
+if TYPE_CHECKING:
+    from helios.start.run import Run
+
 _LOGGER = logging.getLogger(__name__)
 
 _MANY = 100
@@ -34,35 +37,25 @@ _MANY = 100
 _IN_WORKERS = "a generator that each loader worker copies: draw from torch or random instead"
 
 
-def find_owners(
-    plugins: Mapping[str, Plugin],
-    model: Model,
-    datamodule: DataModule,
-    *,
-    engine: Engine,
-    loop: tuple[str, Loop],
-    source: Source | None = None,
-    validation: Sequence[Source] = (),
-) -> Owners:
+def find_owners(run: Run, loop_path: str, source: Source | None = None) -> Owners:
     """Return all objects that may hold state, right after setup.
 
     Args:
-        plugins: by id.
-        model: the model; if it overrides ``state_dict``, that may omit something.
-        datamodule: the data module.
-        engine: the engine.
-        loop: the role and the root of the loops of a training.
-        source: the training data; ``None`` outside a training.
-        validation: the data of validations, between which the order has a state.
+        run: the call. If its model overrides ``state_dict``, that may omit something.
+        loop_path: the role of the loop over all epochs.
+        source: the training data; ``None`` outside a training. Between validations, the order of
+            theirs has a state then.
     """
+    model, datamodule, engine = run.model, run.datamodule, run.engine
+    validation = run.sources.get(Phase.VALIDATION, ()) if source is not None else ()
     owners = [Owner("engine", engine, tuple(engine.unsaved), _has_own(engine, Engine))]
-    owners += _of_plugins(plugins)
+    owners += _of_plugins(run.plugins)
     if type(model).state_dict is not Model.state_dict:
         owners.append(
             Owner("model", model, tuple(model.unsaved), has_own_state=True, is_model=True)
         )
     owners.append(Owner("data", datamodule, tuple(datamodule.unsaved)))
-    owners += _of_loops(*loop)
+    owners += _of_loops(loop_path, run.loops.fit)
     others: dict[str, object] = {"<model>": model}
     if source is not None and isinstance(source.resumes_by, ByOwnState):
         # It is saved as of the last batch that was trained on; the loader itself may have read
@@ -77,9 +70,7 @@ def find_owners(
     if any(orders.values()):
         owners.append(Owner("validation orders", SimpleNamespace(**orders)))
     found = Owners(
-        owners,
-        lambda: {**others, **_saved_by(model)},
-        safe_types=model.types_for_safe_load(),
+        owners, lambda: {**others, **_saved_by(model)}, safe_types=model.types_for_safe_load()
     )
     found.take_baseline()
     return found

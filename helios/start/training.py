@@ -27,9 +27,8 @@ from helios.loops.loop import LoopStates
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.early_stopping import EarlyStopping
-from helios.run_parts import RunParts, get_no_scalars
+from helios.run_parts import RunParts
 from helios.run_state import RunState
-from helios.schedule import Schedule
 from helios.start import run_log
 from helios.start.changes import (
     Declared,
@@ -39,56 +38,23 @@ from helios.start.changes import (
     limits,
     name_params,
 )
-from helios.start.level import (
-    Reproducibility,
-    determine_trust,
-    find_reproducibility,
-)
+from helios.start.level import Reproducibility, determine_trust, find_reproducibility
 from helios.start.objects import check_training_source
 from helios.start.options import ROWS
 from helios.start.origin import Origin
-from helios.start.recorders import make_recorders
 from helios.start.resume import PendingLoad
 from helios.start.run import LOOP_PATH, Run
-from helios.start.run_log import (
-    ScoreLog,
-    describe_data,
-    describe_model,
-    describe_plan,
-    warn_of_idle_options,
-)
-from helios.start.saves import Saves, SaveTimer
+from helios.start.run_log import ScoreLog, warn_of_idle_options
 from helios.start.stateful import find_stranded_generators
+from helios.start.writers import Saves, SaveTimer, make_recorders
 from helios.terminal import root_logger as log
-from helios.text import count_text, with_step
+from helios.text import with_step
 from helios.version import __version__
 
 _LOGGER = logging.getLogger(__name__)
 
 MakeRecorders: TypeAlias = Callable[[dict[str, Any], Reproducibility], list[Recorder]]
 """Takes what defines a run and the level that it reaches; returns what records it."""
-
-
-@dataclass(frozen=True)
-class Definition:
-    """What defines a run, and what this start was given.
-
-    Attributes:
-        identity: what defines it, in the names of ``allow_changes``.
-        params: what it declares.
-        changes: what setup has made, compared with the checkpoint.
-        options: what a checkpoint holds of all that.
-    """
-
-    identity: dict[str, Any]
-    params: dict[str, Any]
-    changes: StartChanges
-    options: dict[str, Any]
-
-    @property
-    def all_values(self) -> dict[str, Any]:
-        """All values that are declared or that setup has made, by name."""
-        return name_params(self.params) | self.changes.all_values
 
 
 @final
@@ -99,7 +65,9 @@ class Training:
     Attributes:
         run: the call.
         origin: where it starts.
-        definition: what defines the run.
+        params: what the run declares.
+        setup_changes: what setup has made, compared with the checkpoint.
+        options: what checkpoints hold of both, and of what defines the run.
         parts: what its loops get.
         pending: what its load leaves to be done when training resumes.
         saves: completes its checkpoints.
@@ -113,7 +81,9 @@ class Training:
 
     run: Run
     origin: Origin
-    definition: Definition
+    params: dict[str, Any]
+    setup_changes: StartChanges
+    options: dict[str, Any]
     parts: RunParts
     pending: PendingLoad
     saves: Saves
@@ -180,25 +150,25 @@ def set_up_training(
     findings.add_missing(stranded)
     schedulers = Schedulers(run.model.discovery.schedulers(), run.model.scheduler_interval)
     _require_one_mode(run, schedulers)
-    level = find_reproducibility(
-        options, run.engine, source, model=run.model, record=record, known=findings
-    )
+    level = find_reproducibility(run, source, record, findings)
     _require_level(run, origin, level)
-    definition = _define(run, origin, declared, source)
+    identity = describe_identity(options, source.description, run.engine)
+    identity |= {"fingerprint": source.description.get("fingerprint")}
+    setup_changes = compare_fresh(run, origin, declared)
+    defined = identity | limits(options) | {"params": declared.params} | setup_changes.options
     machine, changes = describe_machine(run.engine.device), [*origin.changes]
     recorders = []
     if make is not None:
-        recorders = make(definition.identity, level)
+        recorders = make(identity, level)
     elif origin.folder is not None and options.writes_ledger:
-        facts = _describe_start(run, definition, level, machine)
+        facts = _describe_start(run, declared.params, setup_changes, level)
         recorders = make_recorders(
-            origin, run.model, run.replicas, definition.identity, facts, changes=changes
+            origin, run.model, run.replicas, identity, facts, changes=changes
         )
     folder = origin.folder if options.can_save else None
     scores = ScoreLog(None if folder is None else folder.options.keep_best)
     state = RunState(
-        best=BestSoFar(_find_best_rule(run)),
-        has_changed=origin.is_branch or origin.goes_back,
+        best=BestSoFar(_find_best_rule(run)), has_changed=origin.is_branch or origin.goes_back
     )
     how = "saves and ends" if options.can_save else "ends, without saving,"
     ask = ask or partial(run.signals.ask, f"the training {how} at the next safe point")
@@ -215,13 +185,13 @@ def set_up_training(
     saves = Saves(
         run,
         origin,
-        options=definition.options,
+        options=defined,
         changes=changes,
         level=level,
         machine=machine,
         listeners=listeners,
     )
-    _show_banner(run, origin, level, schedule)
+    run_log.show_banner(run, origin, level, schedule)
     run_log.say_how_schedulers_step(run.model, schedulers, schedule)
     pending = PendingLoad(allows_length="length" in options.allow_changes)
     parts = run.make_parts(
@@ -232,7 +202,7 @@ def set_up_training(
         can_save=options.can_save,
         recorders=recorders,
         run_listeners=listeners,
-        get_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else get_no_scalars,
+        get_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else lambda: None,
         sanity_steps=options.sanity_steps,
         loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),
         findings=findings,
@@ -245,8 +215,8 @@ def set_up_training(
         check_data=pending.check_data,
     )
     run.begin(parts)
-    found = (pending, saves, scores, changes, machine, stranded)
-    return Training(run, origin, definition, parts, *found)
+    made = (parts, pending, saves, scores, changes, machine, stranded)
+    return Training(run, origin, declared.params, setup_changes, defined, *made)
 
 
 def _find_best_rule(run: Run) -> BestRule | None:
@@ -336,46 +306,17 @@ def _require_complete(run: Run, record: Record) -> None:
         )
 
 
-def _define(run: Run, origin: Origin, declared: Declared, source: Source) -> Definition:
-    """Find out what defines the run, and compare what setup has made with the checkpoint."""
-    identity = describe_identity(run.options, source.description, run.engine)
-    identity |= {"fingerprint": source.description.get("fingerprint")}
-    changes = compare_fresh(run, origin, declared)
-    options = identity | limits(run.options) | {"params": declared.params}
-    options |= changes.options
-    return Definition(identity, declared.params, changes, options)
-
-
 def _describe_start(
-    run: Run, definition: Definition, level: Reproducibility, machine: dict[str, str]
+    run: Run, params: dict[str, Any], changes: StartChanges, level: Reproducibility
 ) -> dict[str, Any]:
     """Return what the file of the run's events says of this start."""
     given = {name: run.options.plain(name) for name in ROWS if name not in ("params", "plugins")}
     return {
         "helios": __version__,
-        "machine": machine,
+        "machine": describe_machine(run.engine.device),
         "level": str(level),
         "command": without_secret_words(sys.argv),
-        "params": definition.params,
-        "given": definition.changes.all_values,
+        "params": params,
+        "given": name_params(params) | changes.all_values,
         "options": {name: value for name, value in given.items() if value is not None},
     }
-
-
-def _show_banner(run: Run, origin: Origin, level: Reproducibility, schedule: Schedule) -> None:
-    options, replicas, loaded = run.options, run.replicas, origin.loaded
-    count = count_text(replicas.num_processes, "process")
-    run_log.show_banner(
-        run.model,
-        {
-            "run": run.name,
-            "seed": f"{options.seed}{'' if options.random_seed is not None else ' (the default)'}",
-            "plan": describe_plan(options, schedule, run.sources, run.engine),
-            "model": describe_model(run.model),
-            "data": describe_data(run.sources),
-            "processes": f"{count}, {count_text(replicas.num_replicas, 'replica')}",
-            **level.describe_shortfall(),
-        },
-        where=None if loaded is None else loaded.path.name,
-        is_wanted=options.print_banner,
-    )

@@ -182,6 +182,11 @@ def above(path: str) -> Iterator[str]:
     return (path[:end] for end, mark in enumerate(path) if mark in ".[")
 
 
+def leads_to(path: str, names: Iterable[str]) -> bool:
+    """Return whether one of the names is a path, or below it."""
+    return any(name == path or name.startswith(f"{path}.") for name in names)
+
+
 @final
 class Anchors:
     """The anchors of an owner.

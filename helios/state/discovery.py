@@ -22,7 +22,7 @@ from helios.core.memory import storage_of
 from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import collector_at_rest
 from helios.errors import ArgumentTypeError, UsageError
-from helios.state.anchors import Anchors, Outside, References, Rules, above, path_of
+from helios.state.anchors import Anchors, Outside, References, Rules, above, leads_to, path_of
 from helios.state.digests import Identities, digest_of
 from helios.state.named import Marks, classes_of, lost_since, marks_of, report
 from helios.state.networks import flags_of, grads_of, pieces_of, size_of, sizes_by_storage, state_of
@@ -456,7 +456,7 @@ class Discovery:
             left = (place for place in changed if place not in covered)
             wanted = {each for name, key in left for each in names_in(codes.get(name, {}).get(key))}
             # What others refer to by name is made again under that name.
-            covered -= {place for place in covered if _leads_to(path_of(*place), wanted)}
+            covered -= {place for place in covered if leads_to(path_of(*place), wanted)}
         return covered
 
     def _misfits(self, now: Snapshot) -> dict[str, str]:
@@ -569,11 +569,6 @@ def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> boo
         if name in covers and covers[name].has(key, now.attributes_of(name)):
             return True
     return False
-
-
-def _leads_to(path: str, names: Iterable[str]) -> bool:
-    """Return whether one of the names is a path, or below it."""
-    return any(name == path or name.startswith(f"{path}.") for name in names)
 
 
 # ---- what a ``state_dict`` of a user holds already

@@ -11,12 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from helios.core.generators import (
-    is_generator,
-    kind_of_generator,
-    load_generator,
-    make_generator,
-)
+from helios.core.generators import is_generator, kind_of_generator, load_generator, make_generator
 from helios.core.memory import address_of, memory_in, root_of, span_of
 from helios.errors import StateError
 from helios.storage.codes import FACTORIES, HOLE, TAG, Coder, path_of_pair, path_to

@@ -25,12 +25,7 @@ from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError, S
 from helios.storage import files
 from helios.storage.building import Builder, UnknownTypeError
 from helios.storage.codes import NO_VALUE, TAG, TOO_DEEP, Coder, Codes, Unsavable
-from helios.storage.container_checks import (
-    check_directory,
-    check_sizes,
-    reason_of,
-    reraise_os_error,
-)
+from helios.storage.container_checks import check_directory, reason_of, reraise_os_error
 from helios.storage.files import DigestWriter
 from helios.storage.staging import HostBuffers, compact
 from helios.storage.type_converters import ShardedValue, type_name
@@ -47,11 +42,7 @@ _WRITER = "unexpected pos"
 
 
 def encode(
-    tree: Any,
-    *,
-    where: str,
-    safe_types: Iterable[Any] = (),
-    buffers: HostBuffers | None = None,
+    tree: Any, *, where: str, safe_types: Iterable[Any] = (), buffers: HostBuffers | None = None
 ) -> Any:
     """Return a tree that ``weights_only`` loading accepts.
 
@@ -111,19 +102,18 @@ def write_encoded(handle: BinaryIO | DigestWriter, tree: Any) -> None:
         raise cause from error
 
 
-def write_file(path: Path, tree: Any, *, hashes: bool = False) -> str:
+def write_file(path: Path, tree: Any) -> str:
     """Write an encoded tree into a file, and return when its bytes are on the disk.
 
     Args:
         path: the file; an old one is emptied first.
         tree: what :func:`encode` returned.
-        hashes: whether to compute the digest while writing.
 
     Returns:
-        The digest of the file; empty without ``hashes``.
+        The digest of the file.
     """
     with files.create(path) as handle:
-        writer = DigestWriter(handle, hashes=hashes)
+        writer = DigestWriter(handle)
         write_encoded(writer, tree)
         digest = writer.digest()
         files.fsync(handle)
@@ -155,10 +145,9 @@ def read(
     """
     try:
         with path.open("rb") as handle, _loading():
-            # In torch's older formats, sizes cannot be checked against the contents.
+            # torch would also read its older formats, which no checkpoint has.
             if handle.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
                 raise zipfile.BadZipFile("it is not a ZIP archive")
-            check_sizes(handle)
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
         return decode(tree, safe_types=safe_types, find_sharded=find_sharded)
     except Exception as error:

@@ -241,12 +241,11 @@ class DigestWriter:
 
     Args:
         handle: the unbuffered file to write to; it is not closed.
-        hashes: whether to compute a digest.
     """
 
-    def __init__(self, handle: BinaryIO, *, hashes: bool = True) -> None:
+    def __init__(self, handle: BinaryIO) -> None:
         self._handle = handle
-        self._hash = hashlib.sha256() if hashes else None
+        self._hash = hashlib.sha256()
         self._small = bytearray()
 
     def write(self, data: bytes | memoryview) -> int:
@@ -258,22 +257,20 @@ class DigestWriter:
                 self.flush()
             return size
         self.flush()
-        if self._hash is not None:
-            self._hash.update(data)
+        self._hash.update(data)
         write(self._handle, data)
         return size
 
     def flush(self) -> None:
         """Write out the buffered chunks."""
         small, self._small = self._small, bytearray()
-        if self._hash is not None:
-            self._hash.update(small)
+        self._hash.update(small)
         write(self._handle, memoryview(small))
 
     def digest(self) -> str:
-        """Return the digest of everything written so far; empty if ``hashes`` is False."""
+        """Return the digest of everything written so far."""
         self.flush()
-        return "" if self._hash is None else _PREFIX + self._hash.hexdigest()
+        return _PREFIX + self._hash.hexdigest()
 
 
 def digest_file(path: Path, watch: Callable[[int], object] | None = None) -> str:
@@ -301,13 +298,13 @@ class FileFacts(NamedTuple):
 
     Attributes:
         size: its size in bytes.
-        digest: its digest; empty if none was computed.
+        digest: its digest.
     """
 
     size: int
     digest: str
 
     @classmethod
-    def of(cls, path: Path, *, hashes: bool) -> FileFacts:
+    def of(cls, path: Path) -> FileFacts:
         """Return the facts of a file."""
-        return cls(path.stat().st_size, digest_file(path) if hashes else "")
+        return cls(path.stat().st_size, digest_file(path))

@@ -20,7 +20,7 @@ RESOURCES = frozenset(
 """Modules whose objects use resources outside the process's memory, or belong to other threads."""
 
 OUTSIDE = RESOURCES | {
-    *("logging", "weakref", "_weakref", "ctypes", "_ctypes", "importlib", "inspect"),
+    *("logging", "weakref", "_weakref", "ctypes", "_ctypes", "importlib", "inspect")
 }
 """Modules whose objects are no values."""
 

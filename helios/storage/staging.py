@@ -1,4 +1,4 @@
-"""The tensors of a payload on their way to a file: without unused memory, and copied to the host.
+"""The tensors of a payload on their way to a file: copied to the host, and written by a thread.
 
 Training continues while the copies are written. Their memory is reused: writing to a new page takes
 several times as long as to one in use.
@@ -6,13 +6,20 @@ several times as long as to one in use.
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
 
 from helios.core.memory import memory_in, span_of, tensor_on
+
+_LOGGER = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class HostBuffers:
@@ -116,3 +123,99 @@ def _move(group: Sequence[Tensor]) -> None:
     for part in group:
         first = (part.data_ptr() - begin) // part.element_size()
         part.data = tensor_on(storage, part.dtype, part.shape, part.stride(), first)
+
+
+@final
+class WriterThread:
+    """Runs work in a thread; the work must not raise.
+
+    Args:
+        name: the name of the thread.
+        content: what it writes, in messages.
+        copies: whether the work may have copies; otherwise nothing is copied.
+        pins: whether what it writes is on CUDA devices.
+
+    Attributes:
+        buffers: the memory of the copies; ``None`` where nothing is copied.
+    """
+
+    def __init__(
+        self, name: str, *, content: str = "", copies: bool = False, pins: bool = False
+    ) -> None:
+        self.buffers = HostBuffers(pins=pins) if copies else None
+        self._name = name
+        self._content = content
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+
+    def copying(self, make: Callable[[HostBuffers | None], Result]) -> Result:
+        """Return what a function makes, with copies if memory allows; else it gets ``None``."""
+        if self.buffers is not None:
+            try:
+                return make(self.buffers)
+            except MemoryError as error:
+                self.buffers = None
+                _LOGGER.warning(
+                    "There is too little memory for a copy of %s (%s), so training waits from now "
+                    "on until each checkpoint is on the disk, as with "
+                    "CheckpointStore(is_async=False).",
+                    self._content,
+                    error,
+                )
+        return make(None)
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begin with the next work; the one before must have ended."""
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._is_idle.set()
+
+        thread = threading.Thread(target=run, name=self._name)
+        self._is_idle.clear()
+        try:
+            thread.start()
+        except RuntimeError:
+            self._is_idle.set()
+            raise
+        self._thread = thread
+
+    def wait(self) -> None:
+        """Wait until no work is in progress."""
+        if os.getpid() != self._pid:
+            # A forked process has no such thread, and would wait forever.
+            self._thread = None
+            return
+        # Before Python 3.13, an interrupted join takes the thread for ended.
+        self._is_idle.wait()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """Wait until no work is in progress, and release the memory.
+
+        An interruption is raised afterwards. It does not shorten the wait: the thread must stop
+        writing to the folder before another run may use it.
+        """
+        try:
+            self._wait_without_interruption()
+        finally:
+            if self.buffers is not None:
+                self.buffers.release()
+
+    def _wait_without_interruption(self) -> None:
+        interruption: KeyboardInterrupt | None = None
+        has_waited = False
+        while not has_waited:
+            try:
+                self.wait()
+                has_waited = True
+            except KeyboardInterrupt as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption

@@ -21,7 +21,6 @@ from tqdm.notebook import tqdm_notebook
 
 from helios.core.loss_means import Viewer
 from helios.core.utils import Clock, peak_memory_text, read_rates
-from helios.distributed.collectives import get_global_rank
 from helios.listeners import Iteration, IterationListener
 from helios.schedule import Schedule
 from helios.terminal.root_logger import Bar, log_to_file
@@ -276,16 +275,3 @@ def _is_terminal(stream: TextIO) -> bool:
 
 def _describe(means: Mapping[str, float]) -> list[str]:
     return [f"{name} {number_text(mean, 4)}" for name, mean in means.items()]
-
-
-def create_display(
-    has_bars: bool, *, stream: TextIO | None = None, clock: Clock = time.perf_counter
-) -> Display:
-    """Return a display; it shows nothing on ranks other than 0.
-
-    Args:
-        has_bars: the argument ``enable_progress_bar`` of the trainer.
-        stream: the output stream of the bars; ``sys.stderr`` if ``None``.
-        clock: returns the time in seconds.
-    """
-    return ProgressDisplay(has_bars, stream, clock) if get_global_rank() == 0 else Display()

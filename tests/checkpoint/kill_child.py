@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from helios.checkpoint.contents import RECORD_NAME
+from helios.checkpoint.loading import RECORD_NAME
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.storage import codec, files
 from tests.checkpoint.helpers import make_payload, save

@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from helios.checkpoint.contents import METADATA_NAME, RECORD_NAME
 from helios.checkpoint.export import Weights, select_weights, write_folder
+from helios.checkpoint.loading import METADATA_NAME, RECORD_NAME
 from helios.checkpoint.status import look_into
 from helios.checkpoint.store import RunFolder
 from helios.cli import main

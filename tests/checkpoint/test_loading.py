@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint import contents, file_names
-from helios.checkpoint.loading import Depth
-from helios.checkpoint.status import examine
+from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import CheckpointStore, RunFolder, load_checkpoint
 from helios.errors import CheckpointError, DamagedCheckpointError, IncompatibleCheckpointError
 from helios.state import TrainingState
@@ -125,18 +123,6 @@ def test_a_file_without_sidecar_is_still_checked_by_the_sums_of_its_container(
     assert is_same(loaded.payload, make_payload(1, 2))
 
 
-def test_a_start_of_a_run_without_digests_reads_what_verify_refuses(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run", CheckpointStore(digest=False))
-    save(folder, 1, 1)
-    path = newest(folder)
-    flip(path, path.read_bytes().find((torch.arange(50.0)).numpy().tobytes()) + 20)
-    assert folder.load_newest() is not None
-    assert not examine(path, Depth.BYTES).is_good
-    cut(path)
-    with pytest.raises(DamagedCheckpointError):
-        folder.load_newest()
-
-
 def write_payload(path: Path, payload: Any, sidecar: Any = None) -> None:
     with files.create(path) as handle:
         codec.write_encoded(handle, codec.encode(payload, where=""))
@@ -237,7 +223,7 @@ def test_a_disk_that_fails_is_not_called_damage(
     def fail(path: Path, watch: object) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(contents, "digest_file", fail)
+    monkeypatch.setattr(loading, "digest_file", fail)
     with pytest.raises(CheckpointError, match=r"run_epoch_1_iter_3\.pth.*Permission") as caught:
         folder.load_newest()
     assert not isinstance(caught.value, DamagedCheckpointError)

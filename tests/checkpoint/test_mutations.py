@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.options import CheckpointStore, KeepBest
-from helios.checkpoint.retention import Retention
+from helios.checkpoint.retention import CheckpointStore, KeepBest, Retention
 from helios.checkpoint.store import RunFolder
 from helios.errors import CheckpointError
 from tests.checkpoint.helpers import is_same, make_payload, save
@@ -116,11 +115,10 @@ class Mutants:
     Args:
         folder: where to save them.
         seed: of the mutations.
-        has_digest: whether the sidecars hold digests; else only the containers' sums are left.
     """
 
-    def __init__(self, folder: Path, seed: int, *, has_digest: bool) -> None:
-        self.folder = RunFolder(folder, CheckpointStore(digest=has_digest))
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder = RunFolder(folder)
         for iteration in ITERATIONS:
             save(self.folder, 1, iteration)
         self._rng = random.Random(seed)
@@ -208,12 +206,11 @@ def judge(mutants: Mutants, broken: str, caplog: pytest.LogCaptureFixture) -> li
 
 @pytest.mark.shows("S38")
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("has_digest", [True, False], ids=["digest", "no digest"])
 @pytest.mark.parametrize("count", [1000, pytest.param(5000, marks=pytest.mark.full)])
 def test_mutated_files_are_never_loaded_wrongly(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, has_digest: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
-    mutants = Mutants(tmp_path / "run", seed=5 + count, has_digest=has_digest)
+    mutants = Mutants(tmp_path / "run", seed=5 + count)
     rules = CheckpointStore(keep_every=100, keep_best=KeepBest(1, "loss", "max"))
     tally: collections.Counter[str] = collections.Counter()
     with little_memory(), warnings.catch_warnings():

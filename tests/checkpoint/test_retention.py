@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from helios.checkpoint import file_names
-from helios.checkpoint.options import CheckpointStore, KeepBest
-from helios.checkpoint.retention import Entry, plan
+from helios.checkpoint.retention import CheckpointStore, Entry, KeepBest, plan
 from helios.checkpoint.store import RunFolder
 from tests.checkpoint.helpers import make_payload, make_sidecar, save_payload
 

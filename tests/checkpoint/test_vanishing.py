@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint import contents, file_names, loading
+from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.storage import codec
 from tests.checkpoint.helpers import is_same, make_payload, save
@@ -19,7 +19,7 @@ from tests.checkpoint.helpers import is_same, make_payload, save
 STEPS = {
     "listing": (os, "scandir"),
     "sidecar": (loading, "read_sidecar"),
-    "bytes": (contents, "digest_file"),
+    "bytes": (loading, "digest_file"),
     "opening": (codec, "read"),
     "mapping": (torch, "load"),
 }

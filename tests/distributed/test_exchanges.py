@@ -12,8 +12,7 @@ from torch import nn
 import helios
 from helios.errors import UsageError
 from helios.plugins import Plugin
-from helios.replicas.messages import Message, PointToPoint
-from helios.replicas.tree_reducer import TreeReducer
+from helios.replicas.tree_reducer import Message, PointToPoint, TreeReducer
 from helios.state import TrainingState
 from tests.support.models import Fitting
 from tests.support.ranks import run_ranks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import helios
-from helios.checkpoint.options import CheckpointStore
+from helios.checkpoint.retention import CheckpointStore
 from helios.core.rng import get_default_numpy_rng
 from helios.engines.engine import Engine
 from helios.loops import BatchLoop, YieldLoop

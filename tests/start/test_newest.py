@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.options import KeepBest
+from helios.checkpoint.retention import KeepBest
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import CheckpointError
-from helios.start.checkpoint_search import CheckpointChoice, find_chosen
+from helios.start.origin import CheckpointChoice, find_chosen
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.engines.joined import replicas_on
 from tests.start.test_arguments import make
 from tests.support.ranks import run_ranks
+
+
+def _call(choice: CheckpointChoice, options: Any, team: Any) -> Any:
+    """Return a call of an evaluation, as far as the search asks for it."""
+    model = SimpleNamespace(save_name="run", types_for_safe_load=list)
+    return SimpleNamespace(
+        choice=choice, options=options, model=model, name="run", team=team, share=None
+    )
 
 
 def _find(rank: int, root: Path, patch: Callable[[pytest.MonkeyPatch, int, Path], None]) -> Any:
@@ -24,9 +33,7 @@ def _find(rank: int, root: Path, patch: Callable[[pytest.MonkeyPatch, int, Path]
     with replicas_on(rank, 2, 2) as team, pytest.MonkeyPatch.context() as context:
         patch(context, rank, root / "run")
         try:
-            loaded, _ = find_chosen(
-                CheckpointChoice(), options, "run", [], run_name="run", team=team
-            )
+            loaded, _ = find_chosen(_call(CheckpointChoice(), options, team))
         except CheckpointError as error:
             return str(error)
         return None if loaded is None else loaded.path.name
@@ -83,7 +90,7 @@ def _find_best(rank: int, root: Path) -> tuple[str, list[str]]:
         choice = CheckpointChoice(
             is_best=True, rule=KeepBest(1, "loss", "min").rule, is_required=True
         )
-        loaded, reasons = find_chosen(choice, options, "run", [], run_name="run", team=team)
+        loaded, reasons = find_chosen(_call(choice, options, team))
         assert loaded is not None
         return loaded.path.name, reasons
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from helios import CheckpointStore, KeepBest, Trainer
 from helios.best import BestRule, BestSoFar, Validation
 from helios.listeners import Validated
-from helios.start.run_log import ScoreLog, describe_progress
+from helios.start.run_log import ScoreLog, describe_end
 from helios.state import TrainingState
 from tests.typed.user_script import Line, Numbers
 
@@ -57,13 +58,35 @@ def test_each_validation_is_a_line_with_the_best_so_far(
         assert found == {**last, "best scores": f"error 0.125 (iteration 40{text})"}
 
 
+def say_end(
+    state: TrainingState,
+    seconds: float,
+    begun_at: int,
+    newest: Path | None,
+    nonfinite: str,
+    scores: Sequence[str],
+) -> str:
+    """Return what the log says at the end of a training."""
+    run = SimpleNamespace(state=state, best=SimpleNamespace(best=None))
+    training: Any = SimpleNamespace(
+        parts=SimpleNamespace(
+            run=run, loss_means=SimpleNamespace(nonfinite=nonfinite), recorders=scores
+        ),
+        saves=SimpleNamespace(writer=SimpleNamespace(wait=lambda: newest)),
+        scores=SimpleNamespace(
+            summarize=lambda *_: dict(zip(["last scores"], scores, strict=False))
+        ),
+        seconds=seconds,
+        begun_at=begun_at,
+    )
+    return describe_end(training)
+
+
 @pytest.mark.shows("U26")
 def test_the_end_says_how_far_and_where() -> None:
     state = TrainingState(global_epoch=3, global_iteration=24, global_step=24)
     newest = Path("runs") / "line" / "line_epoch_3_iter_24.pth"
-    options: dict[str, Any] = {"scores": {"last scores": "error 1"}, "has_report": True}
-    options["nonfinite"] = "loss was nan (epoch 1, iteration 3)"
-    text = describe_progress(state, seconds=3723, begun_at=8, newest=newest, **options)
+    text = say_end(state, 3723, 8, newest, "loss was nan (epoch 1, iteration 3)", ["error 1"])
     assert text.splitlines() == [
         "",
         "  trained      until epoch 3, iteration 24; this start: 16 iterations in 1:02:03",
@@ -72,9 +95,7 @@ def test_the_end_says_how_far_and_where() -> None:
         f"  checkpoints  {newest.parent} (newest: line_epoch_3_iter_24.pth)",
         f"  report       helios report {newest.parent}",
     ]
-    bare = describe_progress(
-        state, seconds=3.21, begun_at=0, scores={}, nonfinite="", newest=None, has_report=False
-    )
+    bare = say_end(state, 3.21, 0, None, "", [])
     assert bare == "\n  trained  until epoch 3, iteration 24 in 3.2 s"
 
 

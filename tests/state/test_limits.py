@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helios.checkpoint.options import CheckpointStore
+from helios.checkpoint.retention import CheckpointStore
 from helios.errors import ArgumentError
 from helios.state.values import LIMIT
 from tests.state.owners import Owner, changed, resumed, started, through_a_file

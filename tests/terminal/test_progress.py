@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import helios
 from helios.core.loss_means import LossMeans
 from helios.listeners import Iteration
 from helios.schedule import Schedule
 from helios.state import TrainingState, TrainingUnit
-from helios.terminal.progress import Display, ProgressDisplay, create_display
+from helios.terminal.progress import Display, ProgressDisplay
 
 
 class Screen(io.StringIO):
@@ -253,7 +252,7 @@ def test_an_interrupted_epoch_does_not_count(
 
 @pytest.mark.shows("H44")
 def test_nothing_is_drawn_when_off(capsys: pytest.CaptureFixture[str], time: Time) -> None:
-    display = create_display(False, clock=time)
+    display = ProgressDisplay(False, clock=time)
     start(display)
     display.epoch_opened(0, 10, 0)
     advance(display, time, 2, seconds=1.0)
@@ -263,14 +262,3 @@ def test_nothing_is_drawn_when_off(capsys: pytest.CaptureFixture[str], time: Tim
     display.paused()
     display.close()
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.shows("H44")
-def test_only_rank_0_shows_anything() -> None:
-    assert isinstance(create_display(True), ProgressDisplay)
-    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    try:
-        assert type(create_display(True)) is Display
-        assert type(create_display(False)) is Display
-    finally:
-        torch.distributed.destroy_process_group()

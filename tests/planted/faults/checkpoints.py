@@ -19,12 +19,12 @@ def nothing_waits_for_the_disk(fsync, handle):
 
 
 @fault("helios.storage.codec:write_file", COMMIT)
-def a_checkpoint_is_committed_before_it_is_on_the_disk(write_file, path, tree, *, hashes=False):
+def a_checkpoint_is_committed_before_it_is_on_the_disk(write_file, path, tree):
     from helios.storage import codec, files
     from helios.storage.files import DigestWriter
 
     with files.create(path) as handle:
-        writer = DigestWriter(handle, hashes=hashes)
+        writer = DigestWriter(handle)
         codec.write_encoded(writer, tree)
         return writer.digest()
 
@@ -48,7 +48,7 @@ def a_checkpoint_is_committed_before_its_sidecar(write_file, folder, pending):
     from helios.storage import codec, files
 
     unfinished = files.temporary_path(pending.path)
-    digest = codec.write_file(unfinished, pending.code, hashes=True)
+    digest = codec.write_file(unfinished, pending.code)
     files.replace(unfinished, pending.path)
     sidecar = write_file(folder, pending)
     assert digest
@@ -60,17 +60,17 @@ def a_checkpoint_is_committed_before_its_sidecar(write_file, folder, pending):
     "helios.storage.codec:write_file",
     "tests/checkpoint/test_store.py::test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk",
 )
-def a_checkpoint_is_written_under_its_last_name(write_file, path, tree, *, hashes=False):
+def a_checkpoint_is_written_under_its_last_name(write_file, path, tree):
     from helios.storage import files
 
     final = path.with_suffix("")
-    digest = write_file(final, tree, hashes=hashes)
+    digest = write_file(final, tree)
     files.replace(final, path)
     return digest
 
 
 @fault(
-    "helios.checkpoint.contents:WholeFile.compare_bytes",
+    "helios.checkpoint.loading:WholeFile.compare_bytes",
     "tests/checkpoint/test_loading.py::test_a_damaged_checkpoint_is_put_aside_loudly_and_the_next_older_is_taken",
 )
 def the_digest_of_a_checkpoint_is_not_compared(compare_bytes, content, sidecar, share=None):
@@ -196,7 +196,7 @@ def a_sharded_checkpoint_is_committed_without_a_part_that_failed(write_data, wri
 
 
 @fault(
-    "helios.checkpoint.contents:ShardedFolder.compare_bytes",
+    "helios.checkpoint.loading:ShardedFolder.compare_bytes",
     "tests/checkpoint/test_sharded_folders.py::test_one_flipped_bit_anywhere_is_named",
 )
 def digests_of_sharded_checkpoints_are_not_compared(compare_bytes, content, sidecar, share=None):
@@ -212,7 +212,7 @@ def the_index_of_a_sharded_checkpoint_is_believed(require, is_so, problem):
 
 
 @fault(
-    "helios.start.checkpoint_search:check_run_name",
+    "helios.start.origin:check_run_name",
     "tests/integration/test_which_run.py::test_another_runs_folder_is_refused_by_both_names",
 )
 def the_checkpoint_of_another_run_is_taken(check_name, *args):

@@ -74,10 +74,10 @@ def early_stopping_has_its_patience_anew_after_a_resume(load_state_dict, plugin,
 
 
 @fault(
-    "helios.storage.row_file:RowFile._drop_rest",
+    "helios.storage.files:truncate",
     "tests/storage/test_row_file.py::test_a_file_is_cut_back_to_its_mark_and_goes_on",
 )
-def a_file_of_rows_is_not_cut_back_at_a_resume(drop_rest, file):
+def a_file_of_rows_is_not_cut_back_at_a_resume(truncate, path, size):
     return None
 
 

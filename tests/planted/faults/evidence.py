@@ -175,7 +175,7 @@ def scores_come_before_the_line_of_their_iteration(validated, writer, validation
 
 
 @fault(
-    "helios.start.data_check:DataCheck.before_load",
+    "helios.start.resume:DataCheck.before_load",
     "tests/integration/test_moved_data.py::test_a_start_that_must_be_complete_is_refused",
 )
 def a_resume_does_not_fetch_the_last_batch_again(before_load, check):

@@ -26,7 +26,7 @@ def the_last_window_of_an_epoch_is_not_counted(count, schedule, length, *, is_ma
 
 
 @fault(
-    "helios.start.setup_context:SetupContext.check_loads",
+    "helios.start.model_setup:SetupContext.check_loads",
     f"{TUNED}::test_what_no_checkpoint_would_hold_is_refused_before_training",
 )
 def what_setup_makes_of_loaded_weights_is_lost(check_loads, context):

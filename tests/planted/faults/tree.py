@@ -76,7 +76,7 @@ def a_gradient_that_a_replica_lacks_is_none(missing_everywhere, gradients, total
 def gradients_are_clipped_before_they_are_averaged(average_gradients, engine, optimizer):
     engine.clip_gradients(optimizer)
     average_gradients(engine, optimizer)
-    engine._clipping = type(engine._clipping)(None, None)
+    engine._limits = {"clip_norm": None, "clip_value": None}
 
 
 @fault("helios.replicas.module_buffers:ReplicaBuffers.commit", f"{ELASTIC}[4-2-2]")

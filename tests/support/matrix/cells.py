@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import helios
-from helios.checkpoint.options import CheckpointStore
+from helios.checkpoint.retention import CheckpointStore
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.matrix.owners import OWNERS, Subjects, build
@@ -112,7 +112,7 @@ def train(cell: Cell, folder: Path, *plugins: Plugin) -> Record:
         random_seed=1,
         print_banner=False,
         num_replicas=2 if cell.time == BY_REPLICA else 1,
-        store=CheckpointStore(is_async=False, digest=False),
+        store=CheckpointStore(is_async=False),
         plugins=[*subjects.plugins, _drive(cell, subjects, record), *plugins],
         **device,
     )
