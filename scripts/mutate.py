@@ -17,6 +17,7 @@ import argparse
 import ast
 import copy
 import hashlib
+import itertools
 import json
 import random
 import sys
@@ -72,19 +73,22 @@ class Mutant:
     """A module with one change.
 
     Args:
-        function: its module and qualified name, as ``helios.data.order:Order.advance``.
-        change: its number in the function, its kind, and what it changes.
+        name: of a function with its module, the number of the change in it, and what it changes.
         source: of the whole module.
     """
 
-    function: str
-    change: str
+    name: str
     source: str
+
+    @property
+    def function(self) -> str:
+        """Return its function, as ``helios.data.order:Order.advance``."""
+        return self.name.partition(" ")[0]
 
     @property
     def module(self) -> str:
         """Return the name of its module."""
-        return self.function.partition(":")[0]
+        return self.name.partition(":")[0]
 
 
 def draw(seed: int, count: int, within: str) -> tuple[list[Mutant], dict[str, str]]:
@@ -147,7 +151,7 @@ def _mutate(tree: ast.Module, function: str, place: int, change: _Change) -> Mut
     _Replacement(before, after).visit(tree)
     source = ast.unparse(tree)
     _Replacement(after, before).visit(tree)
-    return Mutant(function, f"{place} [{change.what}] {what}", source)
+    return Mutant(f"{function} {place} [{change.what}] {what}", source)
 
 
 class _Replacement(ast.NodeTransformer):
@@ -290,13 +294,10 @@ def record(drawn: Sequence[Mutant], probed: dict[str, str], log: Path, jobs: int
             print(f"{outcome.seconds:6.1f} s  {outcome.trouble}{outcome.failed}", flush=True)
             reached = _read_reached(folders[number] / "reached", drawn)
             for test in ("", *groups[number]):
-                line = {
-                    "test": test,
-                    "seconds": round(outcome.seconds_of.get(test, 0.0), 3),
-                    "passed": test in outcome.seconds_of and test not in outcome.failed,
-                    "reached": sorted(reached[test]),
-                }
-                _append(log, line)
+                passed = test in outcome.seconds_of and test not in outcome.failed
+                seconds = round(outcome.seconds_of.get(test, 0.0), 3)
+                line = {"test": test, "passed": passed, "seconds": seconds}
+                _append(log, {**line, "reached": sorted(reached[test])})
 
 
 def _collect() -> list[str]:
@@ -333,13 +334,12 @@ def judge(drawn: Sequence[Mutant], logs: argparse.Namespace) -> None:
     """Run the tests of each mutant that a log does not have, until one fails."""
     present = {"", *_collect()}
     runs = [line for line in _read(logs.record) if line["test"] in present]
-    before = {(line["function"], line["change"]): line for line in _read(logs.before)}
-    done = {(line["function"], line["change"]) for line in _read(logs.log)}
+    before = {line["mutant"]: line for line in _read(logs.before)}
+    done = {line["mutant"] for line in _read(logs.log)}
     left: list[tuple[Mutant, list[str]]] = []
     for mutant in drawn:
-        place = (mutant.function, mutant.change)
-        old = before.get(place)
-        if place in done or (logs.before and old is None):
+        old = before.get(mutant.name)
+        if mutant.name in done or (logs.before and old is None):
             continue
         tests = choose_tests(mutant, runs)
         if old and (old["end"] not in CAUGHT or old["file"] == _digest(old["by"])):
@@ -357,15 +357,12 @@ def judge(drawn: Sequence[Mutant], logs: argparse.Namespace) -> None:
         for (mutant, _), outcome in zip(left, forks.run_all(tasks, logs.jobs), strict=True):
             by = (*outcome.failed, outcome.trouble)[0]
             end = _describe_end(outcome)
-            print(
-                f"{outcome.seconds:6.1f} s  {end}  {mutant.function} {mutant.change}  {by}",
-                flush=True,
-            )
+            print(f"{outcome.seconds:6.1f} s  {end}  {mutant.name}  {by}", flush=True)
             _write_end(logs.log, mutant, end, by)
     for line in _read(logs.log):
-        old = before.get((line["function"], line["change"]), line)
+        old = before.get(line["mutant"], line)
         if old["end"] in CAUGHT and line["end"] not in CAUGHT:
-            print(f"LOST  {line['function']} {line['change']}  {old['by']}")
+            print(f"LOST  {line['mutant']}  {old['by']}")
 
 
 def choose_tests(mutant: Mutant, runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -380,12 +377,14 @@ def choose_tests(mutant: Mutant, runs: Sequence[dict[str, Any]]) -> list[str]:
     passed = sorted((run for run in reaching if run["passed"]), key=lambda run: run["seconds"])
     strong = [run for run in passed[FASTEST:] if run["test"].startswith("tests/integration")]
     strong.sort(key=lambda run: len(run["reached"]) - 10 * run["seconds"])
-    return [run["test"] for run in [*passed[:FASTEST], *strong[-1:]]]
+    chosen = [*passed[:FASTEST], *strong[-1:]]
+    sums = itertools.accumulate(run["seconds"] for run in chosen)
+    in_time = sum(seconds < SECONDS / 2 for seconds in sums)
+    return [run["test"] for run in chosen[: max(1, in_time)]]
 
 
 def _write_end(log: Path, mutant: Mutant, end: str, by: str = "") -> None:
-    line = {"function": mutant.function, "change": mutant.change, "end": end, "by": by}
-    _append(log, {**line, "file": _digest(by)})
+    _append(log, {"mutant": mutant.name, "end": end, "by": by, "file": _digest(by)})
 
 
 def _digest(test: str) -> str:
@@ -402,7 +401,7 @@ def _describe_end(outcome: forks.Outcome) -> str:
     return "caught" if outcome.is_red or outcome.trouble else "survived"
 
 
-def main() -> int:
+def main() -> None:
     """Draw mutants, and record which tests reach them, or judge them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("record", type=Path, help="JSON lines: which mutants a test reaches")
@@ -419,8 +418,7 @@ def main() -> int:
         record(drawn, probed, arguments.record, arguments.jobs)
     else:
         judge(drawn, arguments)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
