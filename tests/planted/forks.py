@@ -23,7 +23,7 @@ from tests.support import tier
 
 # Imported for those who are forked from here.
 import pytest.__main__  # isort: skip
-import torch.distributed
+import torch.distributed.checkpoint
 import torch.utils.data  # noqa: F401
 
 # A test of the second tier, and each case of one that is sampled, is run where it is named.
