@@ -1,8 +1,14 @@
-"""Change the source of the rooms that keep the promise, one place at a time, and run their tests.
+"""Change one place of a function of Helios, and run the tests that reach it; again and again.
 
 A mutant has another comparison, another number, one statement less, two arguments exchanged, or the
-like. Tests that stay green show a gap, or that the change makes no difference: each mutant that
-survives is listed in scripts/mutants.md, with a word why. Run by hand: 300 mutants take an hour.
+like. Tests that stay green show a gap, or that it makes no difference: scripts/mutants.md. By hand:
+
+    python scripts/mutate.py record.jsonl                        # runs the tests: who reaches what
+    python scripts/mutate.py record.jsonl before.jsonl           # judges the mutants
+    python scripts/mutate.py record.jsonl after.jsonl before.jsonl
+
+After a change of the tests, the first runs the new ones, and the last judges those mutants again
+that a test has caught whose file has changed, and names those that no test catches any more.
 """
 
 from __future__ import annotations
@@ -10,10 +16,13 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import hashlib
+import itertools
 import json
 import random
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,122 +34,14 @@ sys.path.insert(0, str(ROOT))
 from tests.planted import forks, planting  # noqa: E402
 from tests.support.started import interrupt_at_signals  # noqa: E402
 
-SECONDS = 120
-FROZEN = "tests/integration/test_frozen_runs.py::test_a_frozen_script_gives_its_bits"
-ELASTIC = (
-    "tests/distributed/test_elastic.py::test_any_number_of_processes_gives_the_same_bits[3-3-1]"
-)
-RESUME = "tests/integration/test_resume.py::test_a_run_by_steps_resumes_everywhere[plain]"
-STATE = (
-    "tests/state/test_references.py",
-    "tests/state/test_hidden_state.py",
-    "tests/state/test_plain_values.py",
-    "tests/state/test_optimizers.py",
-    "tests/state",
-)
-LEDGER = ("tests/ledger/test_line.py", "tests/ledger/test_book.py", "tests/ledger/test_writer.py")
+SECONDS = 75
+FASTEST = 25
+CAUGHT = ("caught", "timeout")
+# Which only a GPU runs, and texts for people.
+_NOT_DRAWN = ("helios.core.cuda:", ".__repr__", ".__str__")
+_TESTS_OF_A_RUN = 120
 
-# By room, the modules, and which tests see them: the fast ones first.
-ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
-    "order": {
-        "helios.data.order": (
-            "tests/data/test_order.py",
-            "tests/data/test_skipped.py",
-            "tests/data/test_indices.py",
-            "tests/data/test_sharding_plan_samplers.py",
-        ),
-        "helios.data.permutation": ("tests/data/test_permutation.py", "tests/data/test_mixture.py"),
-        "helios.data.sharding_plan": (
-            "tests/data/test_sharding_plan.py",
-            "tests/data/test_sharding_plan_samplers.py",
-            "tests/data/test_skipped.py",
-            "tests/data/test_shared.py",
-        ),
-        "helios.data.samplers": (
-            "tests/data/test_samplers.py",
-            "tests/data/test_mixture.py",
-            "tests/data/test_order.py",
-            "tests/data/test_sharding_plan_samplers.py",
-            "tests/data/test_indices.py",
-        ),
-    },
-    "keys": {
-        "helios.core.rng": (
-            "tests/core/test_rng.py",
-            "tests/data/test_keyed.py",
-        ),
-        "helios.data.loader": (
-            "tests/data/test_keyed.py",
-            "tests/data/test_source.py",
-            "tests/data/test_loader.py",
-        ),
-        "helios.data.keyed_source": (
-            "tests/data/test_keyed.py",
-            "tests/data/test_source.py",
-            "tests/data/test_shared.py",
-            "tests/data/test_loader.py",
-        ),
-    },
-    "tree": {
-        "helios.replicas.reduction_tree": ("tests/replicas/test_reduction_tree.py",),
-        "helios.replicas.tree_reducer": (
-            "tests/replicas/test_tree_reducer.py",
-            "tests/distributed/test_exchanges.py",
-        ),
-        "helios.replicas.gradients": (
-            "tests/replicas/test_gradients.py",
-            "tests/distributed/test_buckets.py",
-        ),
-        "helios.replicas.flat_gradients": (
-            "tests/replicas/test_flat_gradients.py",
-            "tests/replicas/test_gradients.py",
-            "tests/distributed/test_buckets.py",
-        ),
-    },
-    "commit": {
-        "helios.storage.files": (
-            "tests/storage/test_files.py",
-            "tests/storage/test_digest.py",
-            "tests/checkpoint/test_store.py",
-            "tests/checkpoint/test_kills.py",
-        ),
-        "helios.checkpoint.store": (
-            "tests/checkpoint/test_store.py",
-            "tests/checkpoint/test_retention.py",
-            "tests/checkpoint/test_checkpoint_writer.py",
-            "tests/checkpoint/test_loading.py",
-            "tests/checkpoint/test_kills.py",
-        ),
-        "helios.storage.dcp_folder": ("tests/checkpoint/test_sharded_folders.py",),
-    },
-    "ledger line": {
-        "helios.ledger.line": (*LEDGER, "tests/ledger/test_verification.py"),
-        "helios.ledger.book": (
-            "tests/ledger/test_book.py",
-            "tests/ledger/test_writer.py",
-            "tests/ledger/test_runs.py",
-        ),
-        "helios.ledger.writer": (
-            "tests/ledger/test_weight_digests.py",
-            "tests/ledger/test_writer.py",
-            "tests/ledger/test_runs.py",
-        ),
-    },
-}
-ROOMS["state"] = {
-    f"helios.state.{name}": STATE
-    for name in ("walk", "anchors", "discovery", "restoring", "networks", "links", "digests")
-}
-# What each mutant of a room must survive in the end.
-LAST: dict[str, tuple[str, ...]] = {
-    "order": (f"{FROZEN}[today/one_replica]", RESUME),
-    "keys": (f"{FROZEN}[today/one_replica]", RESUME),
-    "tree": (f"{FROZEN}[today/four_replicas]", ELASTIC),
-    "commit": (RESUME,),
-    "ledger line": (),
-    "state": (RESUME,),
-}
-
+Change = Callable[..., ast.AST]
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -172,51 +73,94 @@ class Mutant:
     """A module with one change.
 
     Args:
-        room: one of ``ROOMS``.
-        module: its name.
-        place: the line, and the number of the change in the module.
-        what: the kind of change.
-        before: the statement or expression that is changed.
-        after: what it is changed to.
+        name: of a function with its module, the number of the change in it, and what it changes.
         source: of the whole module.
     """
 
-    room: str
-    module: str
-    place: tuple[int, int]
-    what: str
-    before: str
-    after: str
+    name: str
     source: str
 
     @property
-    def name(self) -> str:
-        """Return where it is, and what it changes."""
-        change = f"{self.before} -> {self.after}"
-        return f"{self.module}:{self.place[0]} [{self.what}] {' '.join(change.split())}"
+    def function(self) -> str:
+        """Return its function, as ``helios.data.order:Order.advance``."""
+        return self.name.partition(" ")[0]
+
+    @property
+    def module(self) -> str:
+        """Return the name of its module."""
+        return self.name.partition(":")[0]
 
 
-def mutants_of(room: str, module: str) -> Iterator[Mutant]:
-    """Generate every mutant of a module, in the order of its source."""
-    source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
-    tree = ast.parse(source)
-    count = 0
-    for node in _changeable(tree):
-        for what, change in _changes(node):
-            before = copy.deepcopy(node)
-            changed = change(copy.deepcopy(node))
-            fields = vars(node).copy()
-            kind = node.__class__
-            node.__class__ = changed.__class__  # type: ignore[assignment]
-            vars(node).clear()
-            vars(node).update(vars(ast.fix_missing_locations(ast.copy_location(changed, before))))
-            text = ast.unparse(tree)
-            node.__class__ = kind  # type: ignore[assignment]
-            vars(node).clear()
-            vars(node).update(fields)
-            shown = (_first_line(before), _first_line(changed))
-            yield Mutant(room, module, (before.lineno, count), what, *shown, text)
-            count += 1
+def draw(seed: int, count: int, within: str) -> tuple[list[Mutant], dict[str, str]]:
+    """Draw functions by their names, and a change of each: it does not depend on other functions.
+
+    Return modules with ``planted_reached(number)`` before the statements that are changed, too.
+    """
+    trees: dict[str, ast.Module] = {}
+    functions: dict[str, ast.AST] = {}
+    for path in sorted((ROOT / "helios").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        trees[module] = ast.parse(path.read_text())
+        functions |= _functions_of(trees[module], f"{module}:")
+    names = [name for name in functions if within in name and any(_changes_in(functions[name]))]
+    names = [name for name in names if not any(text in name for text in _NOT_DRAWN)]
+    chances = {name: random.Random(f"{seed} {name}") for name in names}
+    names.sort(key=lambda name: chances[name].random())
+    mutants, statements = [], []
+    for name in names[:count]:
+        changes = list(_changes_in(functions[name]))
+        place = chances[name].randrange(len(changes))
+        mutants.append(_mutate(trees[name.partition(":")[0]], name, place, changes[place]))
+        statements.append(changes[place].statement)
+    for number, (mutant, statement) in enumerate(zip(mutants, statements, strict=True)):
+        probe = ast.parse(f"planted_reached({number})").body[0]
+        _Replacement(statement, [probe, statement]).visit(trees[mutant.module])
+    return mutants, {mutant.module: ast.unparse(trees[mutant.module]) for mutant in mutants}
+
+
+def _functions_of(node: ast.AST, start: str) -> dict[str, ast.AST]:
+    """Return functions and methods by name; those in a function belong to it."""
+    found: dict[str, ast.AST] = {}
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            found[start + child.name] = child
+        elif isinstance(child, ast.ClassDef):
+            found |= _functions_of(child, f"{start}{child.name}.")
+    return found
+
+
+@dataclass(frozen=True)
+class _Change:
+    statement: ast.stmt
+    node: ast.expr | ast.stmt
+    what: str
+    apply: Change
+
+
+def _changes_in(function: Any) -> Iterator[_Change]:
+    """Generate every change of a function, in the order of its source."""
+    first = function.body[1 if _is_text(function.body[0]) and function.body[1:] else 0]
+    for node, statement in _changeable(function, function):
+        for what, apply in _changes(node):
+            yield _Change(first if statement is function else statement, node, what, apply)
+
+
+def _mutate(tree: ast.Module, function: str, place: int, change: _Change) -> Mutant:
+    before, after = change.node, change.apply(copy.deepcopy(change.node))
+    what = " ".join(f"{_first_line(before)} -> {_first_line(after)}".split())
+    _Replacement(before, after).visit(tree)
+    source = ast.unparse(tree)
+    _Replacement(after, before).visit(tree)
+    return Mutant(f"{function} {place} [{change.what}] {what}", source)
+
+
+class _Replacement(ast.NodeTransformer):
+    def __init__(self, old: ast.AST, new: Any) -> None:
+        self._old, self._new = old, new
+
+    def visit(self, node: ast.AST) -> Any:
+        """Replace a node."""
+        return self._new if node is self._old else self.generic_visit(node)
 
 
 def _first_line(node: ast.AST) -> str:
@@ -226,18 +170,23 @@ def _first_line(node: ast.AST) -> str:
 _UNCHANGED = (ast.Raise, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.arg)
 
 
-def _changeable(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Generate statements and expressions, without types, texts and what errors say."""
+def _changeable(node: ast.AST, statement: ast.stmt) -> Iterator[tuple[Any, ast.stmt]]:
+    """Generate statements and expressions, without types, texts and what errors say.
+
+    With each comes the statement in which it is: for a parameter that is the function.
+    """
     if isinstance(node, _UNCHANGED) or _is_text(node):
         return
+    if isinstance(node, ast.stmt):
+        statement = node
     if isinstance(node, ast.expr | ast.stmt):
-        yield node
+        yield node, statement
     for child in _parts(node):
-        yield from _changeable(child)
+        yield from _changeable(child, statement)
 
 
 def _parts(node: ast.AST) -> list[ast.AST]:
-    if isinstance(node, ast.FunctionDef):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return [node.args, *node.body]
     if isinstance(node, ast.ClassDef):
         return [*node.body]
@@ -248,9 +197,6 @@ def _parts(node: ast.AST) -> list[ast.AST]:
 
 def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-Change = Callable[..., ast.AST]
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
@@ -329,96 +275,150 @@ _SIMPLE: tuple[tuple[Any, str, Change], ...] = (
 )
 
 
-def draw(seed: int, count: int, chosen: list[str]) -> list[Mutant]:
-    """Draw mutants, of each room equally many."""
-    drawn: list[Mutant] = []
-    rooms = [room for room in ROOMS if not chosen or room in chosen]
-    for room in rooms:
-        every = [mutant for module in ROOMS[room] for mutant in mutants_of(room, module)]
-        print(f"{room}: {len(every)} mutants are possible", flush=True)
-        number = min(len(every), count // len(rooms))
-        drawn += random.Random(f"{seed} {room}").sample(every, number)
-    random.Random(seed).shuffle(drawn)
-    return drawn
+def record(drawn: Sequence[Mutant], probed: dict[str, str], log: Path, jobs: int) -> None:
+    """Run the tests that a log does not have, and write down which mutants each reaches.
+
+    Of the test "" it is what is reached before the first test, as modules are imported.
+    """
+    known = {line["test"] for line in _read(log)}
+    new = [test for test in _collect() if test not in known]
+    print(f"{len(new)} tests are new.", flush=True)
+    groups = [new[at : at + _TESTS_OF_A_RUN] for at in range(0, len(new), _TESTS_OF_A_RUN)]
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / str(number) for number in range(len(groups))]
+        tasks = (
+            forks.Task(tests, _plant(folder, probed), seconds=SECONDS * len(tests))
+            for tests, folder in zip(groups, folders, strict=True)
+        )
+        for number, outcome in enumerate(forks.run_all(tasks, jobs)):
+            print(f"{outcome.seconds:6.1f} s  {outcome.trouble}{outcome.failed}", flush=True)
+            reached = _read_reached(folders[number] / "reached", drawn)
+            for test in ("", *groups[number]):
+                passed = test in outcome.seconds_of and test not in outcome.failed
+                seconds = round(outcome.seconds_of.get(test, 0.0), 3)
+                line = {"test": test, "passed": passed, "seconds": seconds}
+                _append(log, {**line, "reached": sorted(reached[test])})
 
 
-def judge(mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, str, forks.Outcome]]:
-    """Run the tests of mutants, and yield how each one has ended."""
-    with tempfile.TemporaryDirectory() as folder:
+def _collect() -> list[str]:
+    return [*forks.run(forks.Task(("tests", "helios"), "", ("--collect-only",))).seconds_of]
 
-        def prepare(number: int, mutant: Mutant) -> forks.Task:
-            source = Path(folder) / f"{number}.py"
-            source.write_text(mutant.source)
-            tests = (*ROOMS[mutant.room][mutant.module], *LAST[mutant.room])
-            planted = planting.mutant(mutant.module, source)
-            return forks.Task(tests, planted, ("-x",), SECONDS)
 
-        tasks = (prepare(number, mutant) for number, mutant in enumerate(mutants))
-        for mutant, outcome in zip(mutants, forks.run_all(tasks, jobs), strict=True):
-            yield mutant, _describe_end(outcome), outcome
+def _plant(folder: Path, sources: dict[str, str]) -> str:
+    folder.mkdir()
+    for module, source in sources.items():
+        (folder / f"{module}.py").write_text(source)
+    return planting.sources(folder)
+
+
+def _read_reached(file: Path, drawn: Sequence[Mutant]) -> defaultdict[str, set[str]]:
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for line in file.read_text().splitlines() if file.exists() else ():
+        number, _, test = line.partition(" ")
+        found[test].add(drawn[int(number)].function)
+    return found
+
+
+def _read(log: Path | None) -> list[dict[str, Any]]:
+    if log is None or not log.exists():
+        return []
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def _append(log: Path, line: dict[str, Any]) -> None:
+    with log.open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+
+
+def judge(drawn: Sequence[Mutant], logs: argparse.Namespace) -> None:
+    """Run the tests of each mutant that a log does not have, until one fails."""
+    present = {"", *_collect()}
+    runs = [line for line in _read(logs.record) if line["test"] in present]
+    before = {line["mutant"]: line for line in _read(logs.before)}
+    done = {line["mutant"] for line in _read(logs.log)}
+    left: list[tuple[Mutant, list[str]]] = []
+    for mutant in drawn:
+        old = before.get(mutant.name)
+        if mutant.name in done or (logs.before and old is None):
+            continue
+        tests = choose_tests(mutant, runs)
+        if old and (old["end"] not in CAUGHT or old["file"] == _digest(old["by"])):
+            _append(logs.log, old)
+        elif not tests:
+            _write_end(logs.log, mutant, "not reached")
+        else:
+            first = [old["by"]] if old and old["by"] in present else []
+            left.append((mutant, first + tests))
+    with tempfile.TemporaryDirectory() as name:
+        tasks = (
+            forks.Task(tests, _plant(Path(name) / str(n), {m.module: m.source}), ("-x",), SECONDS)
+            for n, (m, tests) in enumerate(left)
+        )
+        for (mutant, _), outcome in zip(left, forks.run_all(tasks, logs.jobs), strict=True):
+            by = (*outcome.failed, outcome.trouble)[0]
+            end = _describe_end(outcome)
+            print(f"{outcome.seconds:6.1f} s  {end}  {mutant.name}  {by}", flush=True)
+            _write_end(logs.log, mutant, end, by)
+    for line in _read(logs.log):
+        old = before.get(line["mutant"], line)
+        if old["end"] in CAUGHT and line["end"] not in CAUGHT:
+            print(f"LOST  {line['mutant']}  {old['by']}")
+
+
+def choose_tests(mutant: Mutant, runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the tests that judge a mutant: the fastest, and one that reaches the most.
+
+    Those of its package judge what is reached only as modules are imported.
+    """
+    reaching = [run for run in runs if mutant.function in run["reached"]]
+    if not any(run["passed"] for run in reaching) and reaching:
+        folder = f"tests/{mutant.module.split('.')[1]}/"
+        reaching = [run for run in runs if run["test"].startswith(folder)]
+    passed = sorted((run for run in reaching if run["passed"]), key=lambda run: run["seconds"])
+    strong = [run for run in passed[FASTEST:] if run["test"].startswith("tests/integration")]
+    strong.sort(key=lambda run: len(run["reached"]) - 10 * run["seconds"])
+    chosen = [*passed[:FASTEST], *strong[-1:]]
+    sums = itertools.accumulate(run["seconds"] for run in chosen)
+    in_time = sum(seconds < SECONDS / 2 for seconds in sums)
+    return [run["test"] for run in chosen[: max(1, in_time)]]
+
+
+def _write_end(log: Path, mutant: Mutant, end: str, by: str = "") -> None:
+    _append(log, {"mutant": mutant.name, "end": end, "by": by, "file": _digest(by)})
+
+
+def _digest(test: str) -> str:
+    """Return what changes with the file of a test."""
+    file = ROOT / test.partition("::")[0]
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:8] if file.is_file() else ""
 
 
 def _describe_end(outcome: forks.Outcome) -> str:
-    if outcome.is_late:
-        return "too slow"
     if outcome.trouble == forks.NOTHING:
-        return "NOT RUN"
-    return "killed" if outcome.is_red or outcome.trouble else "SURVIVED"
+        return "not run"
+    if outcome.is_late:
+        return "timeout"
+    return "caught" if outcome.is_red or outcome.trouble else "survived"
 
 
-def main() -> int:
-    """Draw mutants, run their tests, and list those that survive."""
+def main() -> None:
+    """Draw mutants, and record which tests reach them, or judge them."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("record", type=Path, help="JSON lines: which mutants a test reaches")
+    parser.add_argument("log", type=Path, nargs="?", help="JSON lines: how mutants have ended")
+    parser.add_argument("before", type=Path, nargs="?", help="such a log from before a change")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--within", default="", help="a text in the names of the functions")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--room", action="append", default=[], choices=list(ROOMS))
-    parser.add_argument(
-        "--name", help="every mutant whose name holds this text, in place of a draw"
-    )
-    parser.add_argument("--log", type=Path, help="a file of JSON lines; what is in it is not rerun")
-    parser.add_argument("--check", action="store_true", help="run the tests without a mutant")
     arguments = parser.parse_args()
     interrupt_at_signals()
-    if arguments.check:
-        return check()
-    if arguments.name:
-        every = [m for room in ROOMS for module in ROOMS[room] for m in mutants_of(room, module)]
-        drawn = [mutant for mutant in every if arguments.name in mutant.name]
+    drawn, probed = draw(arguments.seed, arguments.count, arguments.within)
+    if arguments.log is None:
+        record(drawn, probed, arguments.record, arguments.jobs)
     else:
-        drawn = draw(arguments.seed, arguments.count, arguments.room)
-    known = _read_log(arguments.log)
-    left = [mutant for mutant in drawn if mutant.name not in known]
-    survivors = sum(known.get(mutant.name) == "SURVIVED" for mutant in drawn)
-    for mutant, end, outcome in judge(left, arguments.jobs):
-        by = (*outcome.failed, outcome.trouble)[0]
-        print(f"{end:9} {outcome.seconds:6.1f} s  {mutant.name}  {by}", flush=True)
-        survivors += end == "SURVIVED"
-        if arguments.log is not None:
-            with arguments.log.open("a") as lines:
-                lines.write(json.dumps({"name": mutant.name, "end": end, "by": by}) + "\n")
-    print(f"{survivors} of {len(drawn)} mutants survive.")
-    return 0
-
-
-def _read_log(log: Path | None) -> dict[str, str]:
-    """Return how mutants have ended in an earlier run, by name."""
-    if log is None or not log.exists():
-        return {}
-    return {each["name"]: each["end"] for each in map(json.loads, log.read_text().splitlines())}
-
-
-def check() -> int:
-    """Run every test that mutants are judged by, without a mutant."""
-    red = 0
-    for room, modules in ROOMS.items():
-        for module, tests in modules.items():
-            outcome = forks.run(forks.Task((*tests, *LAST[room]), seconds=10 * SECONDS))
-            red += outcome.is_red or bool(outcome.trouble)
-            found = " ".join(outcome.failed) or outcome.trouble or f"{outcome.passed} passed"
-            print(f"{outcome.seconds:6.1f} s  {module}  {found}", flush=True)
-    return red
+        judge(drawn, arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -75,11 +75,13 @@ subprocess.run([sys.executable, "-c", {_CODE!r}], env={{"PYTHONPATH": ""}}, chec
     ]
 
 
-def test_a_module_may_have_another_source(tmp_path: Path) -> None:
-    source = tmp_path / "mutant.py"
+def test_a_module_may_have_another_source_that_tells_which_tests_reach_it(tmp_path: Path) -> None:
+    source = tmp_path / "helios.counters.py"
     right = (planting.ROOT / "helios/counters.py").read_text()
-    source.write_text(right.replace("self.sample = 0", "self.sample = 1"))
-    assert _start(_CODE, planting.mutant("helios.counters", source)) == "1\n"
+    source.write_text(right.replace("self.sample = 0", "planted_reached(7); self.sample = 1"))
+    assert _start(_CODE, planting.sources(tmp_path)) == "1\n"
+    test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
+    assert (tmp_path / "reached").read_text() == f"7 {test}\n"
 
 
 _INTERRUPTS = """

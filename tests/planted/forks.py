@@ -13,19 +13,20 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.planted import planting
+from tests.support import tier
 
 # Imported for those who are forked from here.
 import pytest.__main__  # isort: skip
-import torch.distributed
+import torch.distributed.checkpoint
 import torch.utils.data  # noqa: F401
 
-# A test of the second tier is run where it is named.
+# A test of the second tier, and each case of one that is sampled, is run where it is named.
 _TIERS = ("not full and not gpu", "full and not gpu")
 SECONDS = 240.0
 NOTHING = "no test was run"
@@ -38,7 +39,7 @@ class Outcome:
 
     Args:
         failed: the tests that failed.
-        passed: how many passed.
+        seconds_of: how long each test took that passed; of ``--collect-only`` each test, and 0.
         trouble: why no test was run, or none to the end; empty if that is not so.
         is_late: whether the run was ended because it took too long.
         seconds: how long it took.
@@ -46,7 +47,7 @@ class Outcome:
     """
 
     failed: tuple[str, ...] = ()
-    passed: int = 0
+    seconds_of: Mapping[str, float] = field(default_factory=dict)
     trouble: str = ""
     is_late: bool = False
     seconds: float = 0.0
@@ -60,21 +61,28 @@ class Outcome:
 
 @dataclass(eq=False)
 class _Notes:
-    """A plugin of pytest that notes which tests fail."""
+    """A plugin of pytest that notes which tests fail, and the seconds of those that pass."""
 
     failed: list[str] = field(default_factory=list)
-    passed: int = 0
+    seconds_of: dict[str, float] = field(default_factory=dict)
     trouble: str = ""
+    setup: float = 0.0
 
     @property
     def has_run(self) -> bool:
-        return bool(self.failed or self.passed or self.trouble)
+        return bool(self.failed or self.seconds_of or self.trouble)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failed.append(report.nodeid)
+        elif report.when == "setup":
+            self.setup = report.duration
         elif report.when == "call" and report.passed:
-            self.passed += 1
+            self.seconds_of[report.nodeid] = self.setup + report.duration
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.config.option.collectonly:
+            self.seconds_of = {item.nodeid: 0.0 for item in session.items}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -179,8 +187,9 @@ class _Run:
             if not notes.exists():
                 return Outcome(trouble="pytest has died", **known)
             noted: dict[str, Any] = json.loads(notes.read_text())
-        trouble = "" if noted["failed"] or noted["passed"] else noted["trouble"] or NOTHING
-        return Outcome(tuple(noted["failed"]), noted["passed"], trouble, **known)
+        failed, seconds_of = tuple(noted["failed"]), noted["seconds_of"]
+        trouble = "" if failed or seconds_of else noted["trouble"] or NOTHING
+        return Outcome(failed, seconds_of, trouble, **known)
 
 
 def _run_here(task: Task, output: Path, notes: Path, report: Path) -> None:
@@ -202,9 +211,11 @@ def _run_here(task: Task, output: Path, notes: Path, report: Path) -> None:
         planting.start()
         noted = _Notes()
         quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(planting.ROOT))
-        for tier in _TIERS:
+        if all("::" in test for test in task.tests):
+            tier.sample = set  # type: ignore[assignment]
+        for markers in _TIERS:
             if not noted.has_run:
-                pytest.main([*quiet, "-m", tier, *task.options, *task.tests], plugins=[noted])
+                pytest.main([*quiet, "-m", markers, *task.options, *task.tests], plugins=[noted])
         partial = notes.with_suffix(".part")
         partial.write_text(json.dumps(vars(noted)))
         partial.rename(notes)

@@ -7,6 +7,7 @@ gives it.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import importlib
 import importlib.abc
@@ -23,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "HELIOS_PLANTED"
 REPORT = "HELIOS_PLANTED_REPORT"
+_TEST = "PYTEST_CURRENT_TEST"
 _SITE = Path(__file__).resolve().parent / "site"
 
 
@@ -132,9 +134,14 @@ def fault(target: str, test: str) -> Callable[[Callable[..., Any]], Callable[...
     return add
 
 
-def mutant(module: str, source: Path) -> str:
-    """Return what ``$HELIOS_PLANTED`` has where a module is to have another source."""
-    return f"mutant {module} {source}"
+def sources(folder: Path) -> str:
+    """Return what ``$HELIOS_PLANTED`` has where modules are to have other sources.
+
+    Args:
+        folder: a file for each of them, with its full name. Where the sources call
+            ``planted_reached(number)``, its file ``reached`` gets a line for each test that does.
+    """
+    return f"sources {folder}"
 
 
 def start() -> None:
@@ -143,9 +150,9 @@ def start() -> None:
     if not planted:
         return
     kind, _, rest = planted.partition(" ")
-    if kind == "mutant":
-        module, _, source = rest.partition(" ")
-        sys.meta_path.insert(0, _Mutated(module, Path(source)))
+    if kind == "sources":
+        vars(builtins)["planted_reached"] = _Reached(Path(rest) / "reached")
+        sys.meta_path.insert(0, _OtherSources(Path(rest)))
     else:
         importlib.import_module(planted.rpartition(".")[0])
         sys.meta_path.insert(0, _Planted(FAULTS[planted]))
@@ -172,8 +179,8 @@ def variables(planted: str, base: Mapping[str, str] | None = None) -> dict[str, 
     old = found.get("PYTHONPATH", "").split(os.pathsep)
     kept = [path for path in old if path and path not in roots]
     # What tests put first stays first.
-    report = {REPORT: os.environ[REPORT]} if REPORT in os.environ else {}
-    return found | report | {VARIABLE: planted, "PYTHONPATH": os.pathsep.join([*kept, *roots])}
+    passed_on = {name: os.environ[name] for name in (REPORT, _TEST) if name in os.environ}
+    return found | passed_on | {VARIABLE: planted, "PYTHONPATH": os.pathsep.join([*kept, *roots])}
 
 
 class _Planted(importlib.abc.MetaPathFinder):
@@ -200,17 +207,17 @@ class _Planted(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _Mutated(importlib.abc.MetaPathFinder):
-    """Gives a module another source."""
+class _OtherSources(importlib.abc.MetaPathFinder):
+    """Gives modules other sources."""
 
-    def __init__(self, module: str, source: Path) -> None:
-        self._module = module
-        self._source = source
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._module:
+        source = self._folder / f"{fullname}.py"
+        if not source.is_file():
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.loader is None or spec.origin is None:
@@ -218,7 +225,26 @@ class _Mutated(importlib.abc.MetaPathFinder):
         origin = spec.origin
 
         def execute(module: ModuleType) -> None:
-            exec(compile(self._source.read_text(), origin, "exec"), vars(module))
+            exec(compile(source.read_text(), origin, "exec"), vars(module))
 
         spec.loader.exec_module = execute  # type: ignore[method-assign]
         return spec
+
+
+class _Reached:
+    """Writes down which tests reach a place; at once, since processes may be killed."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._known: set[str] = set()
+        # Tests replace them.
+        self._open, self._write, self._close = os.open, os.write, os.close
+
+    def __call__(self, number: int) -> None:
+        test = os.environ.get(_TEST, "").rpartition(" ")[0]
+        line = f"{number} {test}\n"
+        if line not in self._known:
+            self._known.add(line)
+            opened = self._open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._write(opened, line.encode())
+            self._close(opened)
