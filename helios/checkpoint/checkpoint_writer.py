@@ -359,7 +359,7 @@ class ShardedWriter(PlainWriter):
         from helios.storage.dcp_folder import save_rows
 
         try:
-            return save_rows(draft, rows, self._group)
+            return save_rows(draft, rows, self._group, hashes=self._folder.options.digest)
         except Exception as error:
             return error
 

@@ -88,6 +88,7 @@ class CheckpointStore:
         keep_every: keep checkpoints whose number of completed units (epochs or steps, by
             ``train_unit``) is a multiple of this; ``None`` for no such rule.
         keep_best: keep the best ones by a validation score; ``None`` for no such rule.
+        digest: verify the bytes of a checkpoint with SHA-256 when it is loaded.
         on_save_error: what to do if a save fails: ``"continue"`` keeps training, tries again at
             the next due save, and raises at the end if no later save succeeded; ``"raise"`` ends
             the training at the next safe point.
@@ -105,14 +106,17 @@ class CheckpointStore:
     keep_last: int | None = None
     keep_every: int | None = None
     keep_best: KeepBest | None = None
+    digest: bool = True
     on_save_error: str = "continue"
     max_plain_bytes: int = 64 * 2**20
     frozen: str = "save"
 
     def __post_init__(self) -> None:
         name = "CheckpointStore"
-        if not isinstance(self.is_async, bool):
-            raise _fail(name, "is_async", "True or False", self.is_async, "Pass a bool.")
+        for flag in ("is_async", "digest"):
+            value = getattr(self, flag)
+            if not isinstance(value, bool):
+                raise _fail(name, flag, "True or False", value, "Pass a bool.")
         for rule in ("keep_last", "keep_every"):
             value = getattr(self, rule)
             if value is not None and not _is_count(value):

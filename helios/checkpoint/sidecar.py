@@ -40,7 +40,7 @@ class Sidecar:
             incomplete, as text.
         options: what defines the run, for readers; JSON values, infinities as text.
         digest: ``sha256:...`` of the checkpoint, of a sharded one that of the digests of its files;
-            empty before it is written.
+            empty if none was computed.
         schema: version of the format.
         version: version of the package that wrote the file, for information.
         count: the completed units of the run: steps or epochs; ``None`` inside an epoch if epochs

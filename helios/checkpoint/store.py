@@ -141,7 +141,8 @@ class RunFolder:
         path, unfinished = pending.path, files.temporary_path(pending.path)
         try:
             if pending.rows is None:
-                sidecar = _seal(pending.sidecar, codec.write_file(unfinished, pending.code))
+                digest = codec.write_file(unfinished, pending.code, hashes=self.options.digest)
+                sidecar = _seal(pending.sidecar, digest)
             else:
                 sidecar = self._complete_folder(unfinished, pending)
             files.write_text_durably(file_names.sidecar_path(path), sidecar.to_json())
@@ -159,15 +160,15 @@ class RunFolder:
         if isinstance(pending.rows, Exception):
             raise pending.rows
         assert pending.rows is not None
-        record = draft / RECORD_NAME
-        digest = codec.write_file(record, pending.code)
+        record, hashes = draft / RECORD_NAME, self.options.digest
+        digest = codec.write_file(record, pending.code, hashes=hashes)
         facts = {**pending.rows, RECORD_NAME: FileFacts(record.stat().st_size, digest)}
         for path in draft.iterdir():
             # An earlier save may have left files here, and a process without rows an empty one.
             if path.name not in facts:
                 files.unlink(path)
         files.fsync_folder(draft)
-        return _seal(pending.sidecar, join_digests(facts), facts)
+        return _seal(pending.sidecar, join_digests(facts) if hashes else "", facts)
 
     def _apply_retention(self, written: Path, run_name: str) -> None:
         if self.options.keeps_all:

@@ -199,7 +199,7 @@ class _Migration:
     def _replace(self, path: Path, code: dict[str, Any]) -> Report:
         source = digest_file(path)
         with files.replacing(path) as partial:
-            digest = codec.write_file(partial, code)
+            digest = codec.write_file(partial, code, hashes=True)
             shutil.copymode(path, partial)
             backup = _back_up(path, source) if self.backs_up else None
             # A sidecar of an earlier migration does not describe the new file.

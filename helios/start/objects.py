@@ -15,7 +15,7 @@ from helios.data.datamodule import Dataset as AssignedDataset
 from helios.data.source import CannotResume, Source
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import check_owners, check_receiver, check_state_methods
-from helios.hooks.events import EVENTS, Hooks, Receiver
+from helios.hooks.events import EVENTS, Hooks, Receiver, is_silent
 from helios.loops.epoch import BatchLoop, EpochLoop
 from helios.loops.evaluation import EvaluationLoop, PredictionLoop, TestingLoop, ValidationLoop
 from helios.loops.fit import FitLoop
@@ -147,6 +147,7 @@ def warn_of_unknown_hooks(owner: object) -> None:
     and overrides of other methods, are left alone.
     """
     _warn_of_others_events(owner)
+    _warn_of_hidden_hooks(owner)
     reported: set[str] = set()
     for name in own_methods(owner):
         text = _describe_unknown(name)
@@ -166,6 +167,21 @@ def _warn_of_others_events(owner: object) -> None:
                 type(owner).__name__,
                 event.name,
                 " and ".join(receivers),
+            )
+
+
+def _warn_of_hidden_hooks(owner: object) -> None:
+    """Warn of hooks of a mixin that stands behind a class of Helios, whose empty ones hide them."""
+    for name in EVENTS:
+        kinds = [kind for kind in type(owner).__mro__ if name in vars(kind)]
+        hidden = [kind for kind in kinds if not is_silent(vars(kind)[name])]
+        if hidden and hidden[0] is not kinds[0] and not hidden[0].__module__.startswith("helios."):
+            _LOGGER.warning(
+                "%s.%s is never called: write %s first among the bases of %s.",
+                hidden[0].__name__,
+                name,
+                hidden[0].__name__,
+                type(owner).__name__,
             )
 
 
@@ -226,6 +242,15 @@ def check_batch_processor(model: Model, *, is_inference: bool = False) -> None:
         raise ArgumentError(
             f"{kind.__name__} must define its training step once, but sets batch_processor and "
             "overrides train_step. Remove one of them."
+        )
+
+
+def note_own_log(model: Model) -> None:
+    """Log that a model has something of its own in the place of ``Model.log``, which counts."""
+    if "log" in vars(model) or type(model).log is not Model.log:
+        _LOGGER.info(
+            "%s.log is its own, so it does not log means of steps. Rename it to use Model.log.",
+            type(model).__name__,
         )
 
 

@@ -55,6 +55,7 @@ from helios.start.model_setup import (
 from helios.start.objects import (
     Roots,
     check_batch_processor,
+    note_own_log,
     warn_of_unknown_hooks,
     warn_of_unread_datasets,
 )
@@ -636,6 +637,7 @@ class Run:
         check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
+        note_own_log(self.model)
         if not makes_base and (is_resumed or run.can_save):
             context.check_loads()
         self.renew_hooks()

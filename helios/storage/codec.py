@@ -102,18 +102,19 @@ def write_encoded(handle: BinaryIO | DigestWriter, tree: Any) -> None:
         raise cause from error
 
 
-def write_file(path: Path, tree: Any) -> str:
+def write_file(path: Path, tree: Any, *, hashes: bool = False) -> str:
     """Write an encoded tree into a file, and return when its bytes are on the disk.
 
     Args:
         path: the file; an old one is emptied first.
         tree: what :func:`encode` returned.
+        hashes: whether to compute the digest while writing.
 
     Returns:
-        The digest of the file.
+        The digest of the file; empty without ``hashes``.
     """
     with files.create(path) as handle:
-        writer = DigestWriter(handle)
+        writer = DigestWriter(handle, hashes=hashes)
         write_encoded(writer, tree)
         digest = writer.digest()
         files.fsync(handle)

@@ -45,7 +45,7 @@ _READ_AT_ONCE = 1 << 18
 
 
 def save_rows(
-    folder: Path, rows: Mapping[str, OwnRows], group: ProcessGroup
+    folder: Path, rows: Mapping[str, OwnRows], group: ProcessGroup, *, hashes: bool
 ) -> dict[str, FileFacts]:
     """Write the rows of all processes, which call this together; may be called in a thread.
 
@@ -53,6 +53,7 @@ def save_rows(
         folder: the same for all processes.
         rows: those of this process by name; one under several names is written once.
         group: connects the processes on the CPU, and nothing else uses it meanwhile.
+        hashes: whether to compute digests.
 
     Returns:
         The files whose bytes are on the disk, by name, on rank 0; nothing on other ranks.
@@ -61,7 +62,7 @@ def save_rows(
         SaveError: on all processes, if the disk of one of them fails.
         Exception: another error of a process, or that of a collective if a process is gone.
     """
-    writer = RowWriter(folder, rows)
+    writer = RowWriter(folder, rows, hashes=hashes)
     try:
         save({}, storage_writer=writer, planner=RowPlanner(rows), process_group=group)
     # It is not an Exception, and has the errors of each process.
@@ -133,15 +134,17 @@ class RowWriter(FileSystemWriter):
     Args:
         folder: it.
         rows: as in :func:`save_rows`.
+        hashes: whether to compute digests.
 
     Attributes:
         written: what was written by all processes, by name, on rank 0.
     """
 
-    def __init__(self, folder: Path, rows: Mapping[str, OwnRows]) -> None:
+    def __init__(self, folder: Path, rows: Mapping[str, OwnRows], *, hashes: bool) -> None:
         super().__init__(folder, sync_files=True)
         self.written: dict[str, FileFacts] = {}
         self._folder = folder
+        self._hashes = hashes
         self._names = {names[0]: names for names, _ in _by_tensor(rows)}
 
     def storage_meta(self) -> None:
@@ -157,11 +160,14 @@ class RowWriter(FileSystemWriter):
             # Other processes get the error without its cause.
             raise find_cause(error) from None
         for name in {result.storage_data.relative_path for result in results}:
-            facts = FileFacts.of(self._folder / name)
+            facts = self._facts_of(name)
             results = [_HashedResult(**vars(result), facts=facts) for result in results]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def _facts_of(self, name: str) -> FileFacts:
+        return FileFacts.of(self._folder / name, hashes=self._hashes)
 
     def finish(self, metadata: md.Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata, on rank 0, where tied tensors are the same part of a file."""
@@ -177,7 +183,7 @@ class RowWriter(FileSystemWriter):
         super().finish(metadata, [parts])
         codec.write_file(self._folder / INDEX_NAME, _index_of(metadata))
         for name in (METADATA_NAME, INDEX_NAME):
-            self.written[name] = FileFacts.of(self._folder / name)
+            self.written[name] = self._facts_of(name)
 
 
 def _index_of(metadata: md.Metadata) -> dict[str, Any]:

@@ -241,11 +241,12 @@ class DigestWriter:
 
     Args:
         handle: the unbuffered file to write to; it is not closed.
+        hashes: whether to compute a digest.
     """
 
-    def __init__(self, handle: BinaryIO) -> None:
+    def __init__(self, handle: BinaryIO, *, hashes: bool = True) -> None:
         self._handle = handle
-        self._hash = hashlib.sha256()
+        self._hash = hashlib.sha256() if hashes else None
         self._small = bytearray()
 
     def write(self, data: bytes | memoryview) -> int:
@@ -257,20 +258,22 @@ class DigestWriter:
                 self.flush()
             return size
         self.flush()
-        self._hash.update(data)
+        if self._hash is not None:
+            self._hash.update(data)
         write(self._handle, data)
         return size
 
     def flush(self) -> None:
         """Write out the buffered chunks."""
         small, self._small = self._small, bytearray()
-        self._hash.update(small)
+        if self._hash is not None:
+            self._hash.update(small)
         write(self._handle, memoryview(small))
 
     def digest(self) -> str:
-        """Return the digest of everything written so far."""
+        """Return the digest of everything written so far; empty if ``hashes`` is False."""
         self.flush()
-        return _PREFIX + self._hash.hexdigest()
+        return "" if self._hash is None else _PREFIX + self._hash.hexdigest()
 
 
 def digest_file(path: Path, watch: Callable[[int], object] | None = None) -> str:
@@ -298,13 +301,13 @@ class FileFacts(NamedTuple):
 
     Attributes:
         size: its size in bytes.
-        digest: its digest.
+        digest: its digest; empty if none was computed.
     """
 
     size: int
     digest: str
 
     @classmethod
-    def of(cls, path: Path) -> FileFacts:
+    def of(cls, path: Path, *, hashes: bool) -> FileFacts:
         """Return the facts of a file."""
-        return cls(path.stat().st_size, digest_file(path))
+        return cls(path.stat().st_size, digest_file(path) if hashes else "")

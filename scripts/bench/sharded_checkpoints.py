@@ -70,16 +70,16 @@ def make_payload(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 class Ours:
     """Saves and loads as Helios does."""
 
-    def __init__(self, root: Path) -> None:
-        self.folder = RunFolder(root / "ours", CheckpointStore())
+    def __init__(self, root: Path, *, hashes: bool) -> None:
+        self.folder = RunFolder(root / f"ours-{hashes}", CheckpointStore(digest=hashes))
         self.path = self.folder.path / "run_epoch_1_iter_1.ckpt"
         self.share = RowShare(dist.get_rank(), dist.get_world_size())
-        self.group = process_groups.saving_group()
+        self.group, self.hashes = process_groups.saving_group(), hashes
 
     def save(self, payload: dict[str, Any]) -> None:
         payload, rows = split_sharded(payload)
         draft = files.temporary_path(self.path)
-        written = save_rows(draft, rows, self.group)
+        written = save_rows(draft, rows, self.group, hashes=self.hashes)
         if self.share.rank == 0:
             sidecar = Sidecar("run", self.share.num_processes, 1, 1)
             pending = PendingCheckpoint(self.path, payload, sidecar, rows=written)
@@ -165,21 +165,23 @@ def compare(rank: int, count: int, root: str, options: argparse.Namespace) -> No
     """Measure inside the process group."""
     network, optimizer = build(options.width, options.layers)
     theirs = Path(root) / "dcp"
-    ours = Ours(Path(root))
+    ours = {hashes: Ours(Path(root), hashes=hashes) for hashes in (False, True)}
     found: dict[str, list[tuple[float, float, float]]] = {}
     for _ in range(options.rounds):
         if rank == 0:
-            for path in (ours.path, theirs):
+            for path in (ours[False].path, ours[True].path, theirs):
                 shutil.rmtree(path, ignore_errors=True)
         payload = make_payload(network, optimizer)
         model, optim = get_state_dict(network, optimizer)
         state = {"model": model, "optim": optim}
         for name, work in {
-            "save": partial(ours.save, payload),
+            "save": partial(ours[False].save, payload),
+            "save with digests": partial(ours[True].save, payload),
             "dcp save": partial(dcp.save, state, checkpoint_id=theirs),
-            "load": partial(ours.load, network, optimizer),
+            "load": partial(ours[False].load, network, optimizer),
+            "load with digests": partial(ours[True].load, network, optimizer),
             "dcp load": partial(load_theirs, state, theirs),
-            "hash": ours.hash,
+            "hash": ours[True].hash,
         }.items():
             found.setdefault(name, []).append(measure(work))
     copies, blocked = measure_blocked(make_payload(network, optimizer))
@@ -194,7 +196,7 @@ def compare(rank: int, count: int, root: str, options: argparse.Namespace) -> No
                 round(a / b, 2) if b else None
                 for a, b in zip(medians[name], medians[f"dcp {name.split()[0]}"], strict=True)
             ]
-            for name in ("save", "load")
+            for name in ("save", "save with digests", "load", "load with digests")
         }
         print(json.dumps({"processes": count, "megabytes": round(num_bytes / 1e6), **medians}))
         print(json.dumps({"time, processor time and memory over dcp": ratios}))

@@ -55,10 +55,12 @@ def make_sharded_payload(epoch: int, iteration: int) -> dict[str, Any]:
     return payload | {"plugins": {"ema": {"weight": ShardedValue("plugins.ema.weight")}}}
 
 
-def write_rows(folder: Path, rows: list[dict[str, OwnRows]]) -> dict[str, FileFacts]:
+def write_rows(
+    folder: Path, rows: list[dict[str, OwnRows]], *, hashes: bool = True
+) -> dict[str, FileFacts]:
     """Write the rows of all ranks, as ``save_rows`` does with processes; returns the files."""
     planners = [RowPlanner(each) for each in rows]
-    writers = [RowWriter(folder, each) for each in rows]
+    writers = [RowWriter(folder, each, hashes=hashes) for each in rows]
     for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
         planner.set_up_planner({}, is_coordinator=rank == 0)
         writer.set_up_storage_writer(rank == 0)
@@ -83,7 +85,7 @@ def commit(folder: RunFolder, payload: dict[str, Any], rows: list[dict[str, OwnR
     path = folder.path_of(file_names.stem("run", epoch, iteration), is_sharded=True)
     pending = PendingCheckpoint(path, payload, make_sidecar(epoch, iteration))
     draft = files.temporary_path(path)
-    pending.rows = write_rows(draft, rows)
+    pending.rows = write_rows(draft, rows, hashes=folder.options.digest)
     pending.encode()
     folder.commit(pending)
     return path

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from helios.checkpoint import file_names, loading
+from helios.checkpoint.loading import Depth
+from helios.checkpoint.status import examine
 from helios.checkpoint.store import CheckpointStore, RunFolder, load_checkpoint
 from helios.errors import CheckpointError, DamagedCheckpointError, IncompatibleCheckpointError
 from helios.state import TrainingState
@@ -121,6 +123,18 @@ def test_a_file_without_sidecar_is_still_checked_by_the_sums_of_its_container(
     loaded = folder.load_newest()
     assert loaded is not None
     assert is_same(loaded.payload, make_payload(1, 2))
+
+
+def test_a_start_of_a_run_without_digests_reads_what_verify_refuses(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", CheckpointStore(digest=False))
+    save(folder, 1, 1)
+    path = newest(folder)
+    flip(path, path.read_bytes().find((torch.arange(50.0)).numpy().tobytes()) + 20)
+    assert folder.load_newest() is not None
+    assert not examine(path, Depth.BYTES).is_good
+    cut(path)
+    with pytest.raises(DamagedCheckpointError):
+        folder.load_newest()
 
 
 def write_payload(path: Path, payload: Any, sidecar: Any = None) -> None:

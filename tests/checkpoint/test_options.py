@@ -20,6 +20,7 @@ from helios.errors import ArgumentError, UsageError
         ("keep_best", 3),
         ("on_save_error", "ignore"),
         ("is_async", 1),
+        ("digest", "sha256"),
     ],
 )
 def test_a_bad_value_of_the_store_is_named(name: str, value: Any) -> None:

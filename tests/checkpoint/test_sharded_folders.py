@@ -163,6 +163,29 @@ def test_one_flipped_bit_anywhere_is_named(folder: RunFolder, is_by_rows: bool) 
     assert all(not error_of(path, share) for share in shares)
 
 
+@pytest.mark.shows("P96")
+@pytest.mark.parametrize("is_by_rows", [False, True])
+def test_without_digests_only_verify_compares_the_checksums_of_rows(
+    tmp_path: Path, is_by_rows: bool
+) -> None:
+    folder = RunFolder(tmp_path / "run", CheckpointStore(digest=False))
+    path = save_sharded(folder, 1, 4, 3)
+    shares: list[Any] = [RowShare(rank, 2) for rank in range(2)] if is_by_rows else [None]
+    assert all(not error_of(path, share) for share in shares)
+    for rank in range(3):
+        file = path / f"__{rank}_0.distcp"
+        place = file.read_bytes().index(rows_of(4, rank, 3)[WEIGHT].tensor.numpy().tobytes())
+        damage(file, place)
+        assert all(not error_of(path, share) for share in shares)
+        assert not examine(path, Depth.BYTES).is_good
+        # Nothing says that digests were switched off.
+        sidecar = file_names.sidecar_path(path)
+        sidecar.rename(tmp_path / "aside")
+        assert any(file.name in error_of(path, share) for share in shares)
+        (tmp_path / "aside").rename(sidecar)
+        damage(file, place)
+
+
 def error_of(path: Path, share: RowShare | None) -> str:
     try:
         payload = loading.load(path, share=share).payload

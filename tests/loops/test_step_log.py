@@ -151,7 +151,7 @@ def test_outside_of_a_step_the_error_names_what_logs_there() -> None:
         Net().log("never", 1.0)
 
 
-def test_a_log_of_ones_own_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_of_ones_own_counts_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     class Own(helios.Model):
         def setup(self) -> None:
             self.net = nn.Linear(1, 1)
@@ -163,4 +163,6 @@ def test_a_log_of_ones_own_counts(capsys: pytest.CaptureFixture[str]) -> None:
             return self.net(batch[:, None]).square().mean()
 
     assert helios.Trainer(max_epochs=1, use_cpu=True).fit(Own(), make_data())
-    assert "hello" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "hello" in said.out
+    assert said.err.count("Own.log is its own") == 1

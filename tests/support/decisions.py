@@ -250,6 +250,7 @@ def _make_trainer(cell: Cell, folder: Path, *plugins: Plugin) -> helios.Trainer:
     fails = cell.kind in (FAILED_SAVE, FAILED_WRITE)
     store = helios.CheckpointStore(
         is_async=cell.kind == FAILED_SAVE,
+        digest=False,
         on_save_error="raise" if fails else "continue",
     )
     return helios.Trainer(

@@ -19,12 +19,12 @@ def nothing_waits_for_the_disk(fsync, handle):
 
 
 @fault("helios.storage.codec:write_file", COMMIT)
-def a_checkpoint_is_committed_before_it_is_on_the_disk(write_file, path, tree):
+def a_checkpoint_is_committed_before_it_is_on_the_disk(write_file, path, tree, *, hashes=False):
     from helios.storage import codec, files
     from helios.storage.files import DigestWriter
 
     with files.create(path) as handle:
-        writer = DigestWriter(handle)
+        writer = DigestWriter(handle, hashes=hashes)
         codec.write_encoded(writer, tree)
         return writer.digest()
 
@@ -48,7 +48,7 @@ def a_checkpoint_is_committed_before_its_sidecar(write_file, folder, pending):
     from helios.storage import codec, files
 
     unfinished = files.temporary_path(pending.path)
-    digest = codec.write_file(unfinished, pending.code)
+    digest = codec.write_file(unfinished, pending.code, hashes=True)
     files.replace(unfinished, pending.path)
     sidecar = write_file(folder, pending)
     assert digest
@@ -60,11 +60,11 @@ def a_checkpoint_is_committed_before_its_sidecar(write_file, folder, pending):
     "helios.storage.codec:write_file",
     "tests/checkpoint/test_store.py::test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk",
 )
-def a_checkpoint_is_written_under_its_last_name(write_file, path, tree):
+def a_checkpoint_is_written_under_its_last_name(write_file, path, tree, *, hashes=False):
     from helios.storage import files
 
     final = path.with_suffix("")
-    digest = write_file(final, tree)
+    digest = write_file(final, tree, hashes=hashes)
     files.replace(final, path)
     return digest
 

@@ -14,11 +14,11 @@ def the_old_file_of_a_migration_is_not_kept(back_up, path, source):
 
 
 @fault("helios.storage.codec:write_file", KILLS)
-def a_migrated_file_is_not_written_beside_the_old_one(write_file, path, tree):
+def a_migrated_file_is_not_written_beside_the_old_one(write_file, path, tree, *, hashes=False):
     import shutil
 
     final = path.with_suffix("")
-    digest = write_file(final, tree)
+    digest = write_file(final, tree, hashes=hashes)
     shutil.copyfile(final, path)
     return digest
 

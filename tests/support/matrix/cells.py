@@ -112,7 +112,7 @@ def train(cell: Cell, folder: Path, *plugins: Plugin) -> Record:
         random_seed=1,
         print_banner=False,
         num_replicas=2 if cell.time == BY_REPLICA else 1,
-        store=CheckpointStore(is_async=False),
+        store=CheckpointStore(is_async=False, digest=False),
         plugins=[*subjects.plugins, _drive(cell, subjects, record), *plugins],
         **device,
     )
