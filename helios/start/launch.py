@@ -53,7 +53,7 @@ def perform(run: Run) -> Any:
 
 
 def _perform(run: Run) -> Any:
-    with _listening(run, run.find_code):
+    with run.table.used(), _listening(run, run.find_code):
         launch = Launch.read()
         if launch.is_given:
             return _take_part(run, launch)
@@ -151,7 +151,7 @@ def run_in_rank(
     run.enter(Launch.read(), num_replicas)
     run.queue, run.is_rank = queue, True
     # Not 75, with which a rank ends that stands still: that is a failure, a signal is none.
-    with only_call(), _listening(run, find_signal_code):
+    with only_call(), run.table.used(), _listening(run, find_signal_code):
         return run.execute(_choose_work(run)), run.collected
 
 

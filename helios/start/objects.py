@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections import UserDict
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from helios.counters import Phase
@@ -255,7 +256,20 @@ def note_own_log(model: Model) -> None:
 
 
 class PluginTable(UserDict[str, Plugin]):
-    """Plugins by id, in order of registration; a call takes those that are there when it begins."""
+    """Plugins by id, in order of registration; fixed while a run uses them."""
+
+    def __init__(self) -> None:
+        self._is_in_use = False
+        super().__init__()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Mark the table as used by a run."""
+        self._is_in_use = True
+        try:
+            yield
+        finally:
+            self._is_in_use = False
 
     def __setitem__(self, name: str, plugin: Plugin) -> None:
         """Register a plugin under its id.
@@ -266,7 +280,9 @@ class PluginTable(UserDict[str, Plugin]):
                 are not those of its event.
             ArgumentError: if another plugin overrides the same ``process_*_batch``, or if it
                 overrides only one of ``state_dict`` and ``load_state_dict``.
+            UsageError: while a run uses the table: it would not be set up and receive no events.
         """
+        self._refuse_in_use(name)
         if not isinstance(plugin, Plugin):
             raise ArgumentTypeError(
                 f"Trainer.plugins[{name!r}] must be a Plugin object, got {plugin!r}. Derive it "
@@ -288,6 +304,22 @@ class PluginTable(UserDict[str, Plugin]):
         check_receiver(plugin)
         check_owners([*self.data.values(), plugin])
         self.data[name] = plugin
+
+    def __delitem__(self, name: str) -> None:
+        """Remove a plugin.
+
+        Raises:
+            UsageError: while a run uses the table.
+        """
+        self._refuse_in_use(name)
+        super().__delitem__(name)
+
+    def _refuse_in_use(self, name: str) -> None:
+        if self._is_in_use:
+            raise UsageError(
+                f"Trainer.plugins[{name!r}] must be set or removed between runs, but a call of "
+                "the trainer is running. Register plugins before fit."
+            )
 
     def __ior__(self, other: Any) -> PluginTable:  # type: ignore[override, misc]
         """Register the plugins of another table: the built-in operator would bypass the checks."""

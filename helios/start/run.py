@@ -53,6 +53,7 @@ from helios.start.model_setup import (
     take_own_processor,
 )
 from helios.start.objects import (
+    PluginTable,
     Roots,
     check_batch_processor,
     note_own_log,
@@ -179,7 +180,7 @@ class Run:
         self,
         phase: Phase,
         options: Options,
-        plugins: Mapping[str, Plugin],
+        plugins: PluginTable,
         loops: Roots,
         model: Model,
         datamodule: DataModule,
@@ -191,7 +192,8 @@ class Run:
     ) -> None:
         self.phase = phase
         self.options = options
-        self.plugins: Mapping[str, Plugin] = dict(plugins)
+        self.plugins: Mapping[str, Plugin] = plugins
+        self.table = plugins
         self.loops = loops
         self.model = model
         self.datamodule = datamodule
@@ -687,7 +689,7 @@ class Run:
 
 
 _SENT = (
-    *("phase", "options", "plugins", "loops", "model", "datamodule", "passed_through"),
+    *("phase", "options", "plugins", "table", "loops", "model", "datamodule", "passed_through"),
     *("choice", "is_as_it_is", "reason_to_load", "replay"),
     "is_again",
 )

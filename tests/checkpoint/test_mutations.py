@@ -115,10 +115,11 @@ class Mutants:
     Args:
         folder: where to save them.
         seed: of the mutations.
+        has_digest: whether the sidecars hold digests; else only the containers' sums are left.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder = RunFolder(folder)
+    def __init__(self, folder: Path, seed: int, *, has_digest: bool) -> None:
+        self.folder = RunFolder(folder, CheckpointStore(digest=has_digest))
         for iteration in ITERATIONS:
             save(self.folder, 1, iteration)
         self._rng = random.Random(seed)
@@ -206,11 +207,12 @@ def judge(mutants: Mutants, broken: str, caplog: pytest.LogCaptureFixture) -> li
 
 @pytest.mark.shows("S38")
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("has_digest", [True, False], ids=["digest", "no digest"])
 @pytest.mark.parametrize("count", [1000, pytest.param(5000, marks=pytest.mark.full)])
 def test_mutated_files_are_never_loaded_wrongly(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, has_digest: bool
 ) -> None:
-    mutants = Mutants(tmp_path / "run", seed=5 + count)
+    mutants = Mutants(tmp_path / "run", seed=5 + count, has_digest=has_digest)
     rules = CheckpointStore(keep_every=100, keep_best=KeepBest(1, "loss", "max"))
     tally: collections.Counter[str] = collections.Counter()
     with little_memory(), warnings.catch_warnings():
