@@ -111,7 +111,7 @@ def train(root: Path, **options: Any) -> dict[str, list[str]]:
         print_banner=False,
         use_cpu=True,
         plugins=[
-            EarlyStopping("error", patience=2),
+            EarlyStopping("error", mode="min", patience=2),
             NaNGuard("skip", limit=4),
             Metrics(
                 {"sum": Sum()},
