@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -22,7 +21,6 @@ from torch.utils.data import (
 
 import helios
 from helios.data.samplers import ResumableSampler
-from helios.errors import ArgumentError
 from tests.data.datasets import join
 from tests.support.resume import copy_checkpoint, iteration_of, restarts_of
 from tests.support.runs import (
@@ -95,16 +93,6 @@ class Stream(IterableDataset):
         return (data[index] for index in range(10))
 
 
-def test_a_stream_with_checkpoints_is_refused(tmp_path: Path) -> None:
-    message = (
-        r"neither seek nor be saved.* give the Stream state_dict and load_state_dict, with "
-        r"num_workers=0, .* pass chkpt_frequency=None"
-    )
-    with pytest.raises(ArgumentError, match=message):
-        fit(Data(Stream(), batch_size=4), tmp_path)
-    assert not list(tmp_path.rglob("*.pth"))
-
-
 class StatefulStream(Stream):
     """The same with a position."""
 
@@ -131,22 +119,6 @@ def test_a_stream_with_state_resumes_from_every_step(unit: str, tmp_path: Path) 
     options = {"train_unit": unit, "total_steps": 8 if unit == "iteration" else 4}
     whole = check_resumes(lambda: Data(StatefulStream(), batch_size=4), tmp_path, **options)
     assert ids_of(whole)[:6] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2
-
-
-@pytest.mark.shows("S65")
-def test_a_stream_with_state_behind_workers_names_the_loader_that_resumes(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"torchdata\.stateful_dataloader\.StatefulDataLoader"):
-        fit(Data(StatefulStream(), batch_size=4, num_workers=1), tmp_path)
-
-
-def _plain_loader() -> DataLoader[Any]:
-    return DataLoader(IndexData(), batch_size=4, shuffle=True, collate_fn=noisy_collate)
-
-
-def test_a_loader_of_the_users_own_with_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"self\.create_dataset\(dataset, batch_size="):
-        fit(Data(None, _plain_loader()), tmp_path)
-    assert not list(tmp_path.rglob("*.pth"))
 
 
 class EvenFirst(ResumableSampler):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import helios
 from helios.engines.engine import Engine
@@ -119,47 +118,6 @@ def test_all_hooks_of_a_run_get_one_live_object() -> None:
     assert len({id(context) for found in seen.values() for context in found}) == 1
 
 
-@pytest.mark.shows("K24")
-@pytest.mark.parametrize("unit", ["iteration", "epoch"])
-def test_a_validation_finds_no_gradients(unit: str) -> None:
-    """K24, C10: also behind a window of several batches, and a partial one."""
-    found: list[bool] = []
-
-    class Looking(Quiet):
-        def on_validation_start(self, validation_cycle: int) -> None:
-            found.extend(part.grad is None for part in self.context.model.net.parameters())
-
-    trainer = _make_trainer(
-        Looking("looking"), train_unit=unit, valid_frequency=1, accumulation_steps=2
-    )
-    trainer.fit(Linear(), Numbers(3, 1))
-    assert found == [True] * 4
-
-
-@pytest.mark.shows("L33", "K39")
-def test_a_part_in_evaluation_mode_stays_so_in_a_training_with_validations() -> None:
-    """K39, L33."""
-    modes: list[tuple[str, bool, bool]] = []
-
-    class Partly(Linear):
-        def setup(self, fast_init: bool = False) -> None:
-            super().setup(fast_init)
-            self.frozen = nn.Dropout().eval()
-
-        def note(self, place: str) -> None:
-            modes.append((place, self.net.training, self.frozen.training))
-
-        def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
-            self.note("train")
-            return super().train_step(batch, state)
-
-        def valid_step(self, batch: Any, step: int) -> None:
-            self.note("valid")
-
-    _make_trainer(valid_frequency=1).fit(Partly(), Numbers(2, 1))
-    assert modes == [("train", True, False), ("valid", False, False)] * 2
-
-
 @pytest.mark.shows("L34")
 def test_each_prediction_goes_to_a_hook_and_a_loop_of_ones_own_returns_none() -> None:
     """L34: what `return_predictions` was for."""
@@ -180,21 +138,3 @@ def test_each_prediction_goes_to_a_hook_and_a_loop_of_ones_own_returns_none() ->
     trainer.predict_loop = Dropping()
     assert trainer.predict(model, Numbers(1, 3), checkpoint=None) == []
     assert written == kept == [(step, item.item()) for step, item in enumerate(returned)]
-
-
-@pytest.mark.shows("K11", "R37")
-def test_the_model_is_told_its_device_before_it_builds_networks() -> None:
-    """K11, R37: it makes networks and optimizers itself, before on_fit_start."""
-    found: list[Any] = []
-
-    class Building(Linear):
-        def setup(self, fast_init: bool = False) -> None:
-            found.append(self.device)
-            super().setup(fast_init)
-
-    class Looking(Quiet):
-        def on_fit_start(self) -> None:
-            found.append(list(self.context.optimizers))
-
-    _make_trainer(Looking("looking")).fit(Building(), Numbers())
-    assert found == [torch.device("cpu"), ["optimizer"]]

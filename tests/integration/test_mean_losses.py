@@ -21,9 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 import helios
-from helios.core.loss_means import LossMeans, Viewer
 from helios.data import DataLoaderParams
-from helios.listeners import Iteration
 from helios.plugins import CSVLogger, Plugin
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
@@ -190,24 +188,3 @@ def test_rows_after_a_kill_between_two_points_are_those_of_an_undisturbed_run(
     assert (parts / "log.csv").read_bytes() == (whole / "log.csv").read_bytes()
     assert [*_rows(whole / "log.csv")] == [7, 10, 14]
     assert _events(parts / "events") == _events(whole / "events")
-
-
-@pytest.mark.shows("P138")
-def test_a_bar_and_a_line_by_time_leave_what_is_logged_alone() -> None:
-    """Each has the mean since it looked last itself."""
-    means = LossMeans()
-    means.serve(Viewer)
-    losses = [math.sin(number) for number in range(12)]
-    seen: dict[Viewer, list[float]] = {viewer: [] for viewer in Viewer}
-    every = {Viewer.FILES: 4, Viewer.VALIDATION: 6, Viewer.BAR: 1, Viewer.LINE: 3}
-    for number, loss in enumerate(losses, start=1):
-        state = TrainingState(global_iteration=number)
-        table = {"loss": torch.tensor(loss, dtype=torch.float64)}
-        means.iteration_ended(Iteration(state, means, table))
-        for viewer, frequency in every.items():
-            if number % frequency == 0:
-                seen[viewer].append(means.pop_means(viewer)["loss"])
-    for viewer, frequency in every.items():
-        expected = np.array(losses).reshape(-1, frequency).mean(axis=1)
-        assert seen[viewer] == pytest.approx(expected.tolist(), rel=1e-12)
-    assert means.pop_means(Viewer.BAR) == {}

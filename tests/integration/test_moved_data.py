@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from helios.state import TrainingState
 from tests.support.kills import kill_self
 from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
-from tests.support.scripts import call
 
 # Machines with few processors would have fewer workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -154,23 +152,6 @@ def evidence(folder: Path) -> tuple[bytes, bytes]:
     newest = max((folder / "net").glob("*.pth"), key=lambda p: int(p.stem.rpartition("_")[2]))
     state = torch.load(newest, weights_only=False)["model"]["objects"]["net"]
     return (folder / "net" / FILE_NAME).read_bytes(), state["weight"].numpy().tobytes()
-
-
-def main() -> None:
-    """Train on data of a form: folder, form, iteration to kill after."""
-    folder, form, kill = sys.argv[1:]
-    train(Path(folder), Data(Make(form, None)), KillAfter(int(kill)))
-
-
-@pytest.mark.parametrize("form", ["setup", "top"])
-def test_a_split_that_each_start_draws_anew_is_named_after_a_kill(
-    tmp_path: Path, form: str
-) -> None:
-    assert call(main, tmp_path, form, 7).returncode == -9
-    found = call(main, tmp_path, form, 0)
-    assert found.returncode == 0
-    assert found.stderr.count(MOVED) == 1
-    assert "iteration 7 (epoch 2" in found.stderr
 
 
 def work(rank: int, folder: Path, seed: int, kill: int, options: dict[str, Any]) -> list[str]:

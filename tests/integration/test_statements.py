@@ -11,7 +11,7 @@ from torch import nn
 
 import helios
 from helios.core import rng
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError
 from helios.loops.epoch import EpochLoop
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins import Plugin
@@ -375,23 +375,6 @@ def test_batches_are_moved_by_the_model_in_every_phase() -> None:
         ("valid_step", Phase.VALIDATION),
         *[("test_step", Phase.TESTING)] * 2,
     ]
-
-
-def fit_failing(kind: type[Linear], message: str, **options: Any) -> None:
-    """Train a model and expect an error with its remedy."""
-    with pytest.raises(UsageError, match=message):
-        make_trainer(**options).fit(kind(), Numbers())
-
-
-@pytest.mark.parametrize("result", [3.0, {"score": 1.0}])
-def test_a_step_that_returns_something_else_is_an_error(result: Any) -> None:
-    """Issue, "Model"; L25."""
-
-    class Model(Linear):
-        def train_step(self, batch: Any, state: TrainingState) -> Any:
-            return result
-
-    fit_failing(Model, "train_step must return a scalar loss tensor, a WeightedLoss, a dict")
 
 
 @pytest.mark.shows("L8", "L14")
