@@ -130,15 +130,3 @@ def test_views_share_their_memory_afterwards() -> None:
     assert integers.equal(torch.arange(6, dtype=torch.int32))
     part[0] = 9
     assert whole[2] == 9
-
-
-def test_what_is_left_alone_is_not_followed() -> None:
-    left, inside = [1], [2]
-    holder = Holder((left, Holder(inside)))
-    backup = Backup([holder], leave=lambda value: value is left or value is holder.value[1])
-    left.append(2)
-    inside.append(3)
-    holder.value = None
-    backup.restore()
-    assert holder.value == (left, holder.value[1])
-    assert (left, inside) == ([1, 2], [2, 3])

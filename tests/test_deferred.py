@@ -37,15 +37,6 @@ def test_the_package_shows_the_names_that_its_exports_import() -> None:
         assert getattr(helios, name) is getattr(exports, name)
 
 
-def test_published_paths_above_core_are_found_when_they_are_used() -> None:
-    code = """
-import helios.core as core
-print("logging" in vars(core), core.logging.RootLogger.__name__, core.distributed.__name__)
-print({*core.__all__} <= {*vars(core)})
-"""
-    assert _run(code).splitlines() == ["False RootLogger helios.core.distributed", "True"]
-
-
 @pytest.mark.shows("P73")
 def test_the_first_use_of_a_name_binds_all_of_them() -> None:
     code = f"""
@@ -74,10 +65,6 @@ print(getattr(helios, "__wrapped__", None), helios.__version__ == __version__)
 {_HEAVY}
 """
     assert _run(code).splitlines() == ["None True", "[]"]
-
-
-def test_what_the_deferred_names_need_can_be_imported_first() -> None:
-    assert _run("import helios.terminal.root_logger as found\nprint(found.RootLogger.__name__)")
 
 
 @pytest.mark.shows("P73")
