@@ -20,7 +20,6 @@ RUNS: Mapping[str, tuple[int, ...]] = {
     "today/four_replicas": (2, 1, 4),
     "today/manual": (1,),
     "full_state/owners": (1,),
-    "full_state/own_states": (1,),
     "full_state/own_places": (2,),
     "full_state/scaled": (1,),
     "full_state/windows": (2, 1),

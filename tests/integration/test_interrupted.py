@@ -176,13 +176,9 @@ def test_in_an_interactive_session_it_is_a_keyboard_interrupt_and_the_next_call_
     assert forked(work) == 0
 
 
-@pytest.mark.parametrize("number", [INT, TERM])
 @pytest.mark.parametrize(
-    ("call", "event"),
-    [
-        (_test, "on_testing_batch_end"),
-        (_validate, "on_validation_batch_end"),
-    ],
+    ("call", "event", "number"),
+    [(_test, "on_testing_batch_end", INT), (_validate, "on_validation_batch_end", TERM)],
 )
 def test_an_evaluation_ends_after_its_batch(
     call: Callable[[helios.Trainer], object], event: str, number: int, tmp_path: Path

@@ -138,7 +138,7 @@ def test_the_number_of_replicas_is_free_once(tmp_path: Path) -> None:
         old.make_trainer(tmp_path, "iteration", 6, num_replicas=3).fit(Automatic(), old.Data(80))
 
 
-@pytest.mark.parametrize("name", [MID, RICH, "2.0.1/linear_epoch_2_iter_10.pth"])
+@pytest.mark.parametrize("name", [MID, RICH])
 def test_validation_and_test_take_a_migrated_checkpoint(tmp_path: Path, name: str) -> None:
     path = migrated(tmp_path, name)
     unit, total, options = options_of(name)

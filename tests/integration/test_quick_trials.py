@@ -43,23 +43,6 @@ def _trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
 # --- limits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unit", ["iteration", "epoch"])
-def test_an_epoch_is_the_head_of_the_whole_one(unit: str, tmp_path: Path) -> None:
-    setting = Setting(unit=unit, total_steps=12 if unit == "iteration" else 2, validates=False)
-    setting = dataclasses.replace(setting, valid_frequency=None)
-    whole = train(tmp_path / "whole", setting)
-    limited = train(
-        tmp_path / "limited",
-        dataclasses.replace(
-            setting,
-            total_steps=4 if unit == "iteration" else 2,
-            options={"batch_limits": {Phase.TRAINING: 2}},
-        ),
-    )
-    first, second = ([ids for ids, _ in outcome.records.values()] for outcome in (whole, limited))
-    assert second == [*first[:2], *first[6:8]]
-
-
 class Heard(Quiet):
     """Notes the batches of evaluations."""
 
@@ -437,21 +420,3 @@ def test_lazy_layers_whose_first_batch_cannot_be_undone_are_refused() -> None:
     model.on_fit_start = lambda: setattr(model, "late", nn.LazyLinear(1))
     with pytest.raises(helios.errors.UsageError, match="'late' has lazy layers"):
         _trainer(sanity_steps=1, total_steps=1, valid_frequency=1).fit(model, data)
-
-
-def test_an_error_in_validation_comes_before_the_training(tmp_path: Path) -> None:
-    class Failing(SmallModel):
-        def valid_step(self, batch: Any, step: int) -> Any:
-            raise KeyError("score")
-
-    model, data, heard = Failing(_SETTING), IndexModule(_SETTING), Hoarder()
-    before = rng.get_rng_state_dict()["torch"]
-    with pytest.raises(KeyError, match="score"):
-        record(tmp_path, model, data, heard, sanity_steps=2, total_steps=3, valid_frequency=1)
-    assert data.fetched == []
-    assert model.records == {}
-    assert all(part.training for part in model.net.modules())
-    assert not list(tmp_path.glob("*/*.pth"))
-    assert before is not None
-    assert not torch.is_inference_mode_enabled()
-    assert torch.is_grad_enabled()

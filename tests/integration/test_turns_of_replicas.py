@@ -13,8 +13,6 @@ from torch import nn
 import helios
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support.ranks import run_ranks
-from tests.support.resume import copy_checkpoint
 
 TOTAL, CUT = 6, 2
 
@@ -62,30 +60,6 @@ class Noisy(Plugin):
         self.ends += 1
 
 
-class Ranked(Plugin):
-    """Counts in steps of its process, and moves the batch by what it has counted."""
-
-    def __init__(self) -> None:
-        super().__init__("ranked")
-        self.totals = [0.0]
-        self.unsaved = ("totals",)
-
-    def setup(self) -> None:
-        self.count = 0.0
-
-    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
-        return batch + self.count / 100
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        self.count += self.context.rank + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.count = state_dict["count"]
-
-
 def _fit(folder: Path, plugin: Plugin) -> Linear:
     model = Linear()
     trainer = helios.Trainer(
@@ -122,20 +96,3 @@ def test_what_an_event_of_a_turn_changes_is_named_with_the_event(
     ):
         assert f"{hook} changes plugin 'noisy': {name}. Each replica changes it" in caplog.text
     assert "train_step changes" not in caplog.text
-
-
-def _train(rank: int, folder: Path) -> tuple[float, list[float]]:
-    plugin = Ranked()
-    model = _fit(folder, plugin)
-    return plugin.count, [part.item() for part in model.net.parameters()]
-
-
-@pytest.mark.shows("S58")
-def test_a_state_dict_that_differs_between_processes_is_saved_by_rank(tmp_path: Path) -> None:
-    whole = run_ranks(_train, 2, tmp_path / "whole")
-    assert [count for count, _ in whole] == [TOTAL, 2 * TOTAL]
-    sidecar = _sidecar(tmp_path / "whole", CUT)
-    assert sidecar["level"] == "restart"
-    (path,) = (tmp_path / "whole").glob(f"line/*_iter_{CUT}.pth")
-    folder = copy_checkpoint(path, tmp_path / "resumed")
-    assert run_ranks(_train, 2, folder) == whole

@@ -25,13 +25,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     ),
     "AdamW of named parameters": lambda net: optim.AdamW(net.named_parameters(), lr=0.01),
     "fused Adam": lambda net: optim.Adam(net.parameters(), lr=0.01, fused=True),
-    "Adagrad": lambda net: optim.Adagrad(net.parameters()),
-    "Adadelta": lambda net: optim.Adadelta(net.parameters()),
     "Adafactor": lambda net: optim.Adafactor(net.parameters()),
-    "Adamax": lambda net: optim.Adamax(net.parameters()),
     "ASGD": lambda net: optim.ASGD(net.parameters(), t0=4),
-    "NAdam": lambda net: optim.NAdam(net.parameters()),
-    "RAdam": lambda net: optim.RAdam(net.parameters()),
     "RMSprop": lambda net: optim.RMSprop(net.parameters(), momentum=0.5, centered=True),
     "Rprop": lambda net: optim.Rprop(net.parameters()),
 }
@@ -106,11 +101,6 @@ class Warmup:
         return min(1.0, (step + 1) / self.steps)
 
 
-def by_half(step: int) -> float:
-    """Return a factor that a plain function computes."""
-    return 0.5**step
-
-
 def _warm_up_then_decay(optimizer: optim.Optimizer) -> lr_scheduler.LRScheduler:
     parts = [
         lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=4),
@@ -129,18 +119,13 @@ def _chained(optimizer: optim.Optimizer) -> lr_scheduler.LRScheduler:
 
 SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 4),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5, 10]),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=12),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=13),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=10),
     "SequentialLR": _warm_up_then_decay,
     "ChainedScheduler": _chained,
     "LambdaLR of a lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "LambdaLR of a function": lambda o: lr_scheduler.LambdaLR(o, by_half),
     "LambdaLR of an object": lambda o: lr_scheduler.LambdaLR(o, Warmup(8)),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.95),
 }
 
 
@@ -162,10 +147,6 @@ class Scheduled(Regression):
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_stock_scheduler_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
     assert_ordinary(Case(lambda: Scheduled(name)), tmp_path)
-
-
-def test_a_scheduler_that_moves_by_epoch_resumes_without_a_warning(tmp_path: Path) -> None:
-    assert_ordinary(Case(lambda: Scheduled("StepLR", "epoch")), tmp_path)
 
 
 class OnPlateau(Regression):

@@ -8,7 +8,7 @@ import random
 import re
 import threading
 import types
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -71,43 +71,6 @@ class Agent(Regression):
         inputs, targets, rewards, _ = zip(*random.sample(list(self.replay), 2), strict=True)
         known = torch.tensor(np.stack(inputs)), torch.tensor(targets).unsqueeze(1)
         return super().loss(known) * float(np.mean(rewards))
-
-
-class History(Regression):
-    """Keeps what happened in lists, dicts and counters."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup(fast_init)
-        self.losses: list[float] = []
-        self.table: defaultdict[str, list[float]] = defaultdict(list)
-        self.seen: Counter[int] = Counter()
-        self.best, self.best_step = float("inf"), -1
-        self.names: set[str] = set()
-        self.confusion = np.zeros((3, 3), dtype=np.int64)
-
-    def on_training_batch_end(self, state: State, should_log: bool = False) -> None:
-        super().on_training_batch_end(state, should_log)
-        loss = self.loss_items["loss"].item()
-        self.losses.append(loss)
-        self.table["even" if state.global_iteration % 2 == 0 else "odd"].append(loss)
-        self.seen[state.global_iteration % 4] += 1
-        self.names.add(f"step-{state.global_iteration % 5}")
-        self.confusion[state.global_iteration % 3, 0] += 1
-        if loss < self.best:
-            self.best, self.best_step = loss, state.global_iteration
-
-
-class Weighted(Regression):
-    """Learns how to weight two losses, by a parameter of its own."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = self.make_net()
-        self.log_scales = nn.Parameter(torch.zeros(2))
-        self.optimizer = torch.optim.Adam([*self.net.parameters(), self.log_scales], lr=0.01)
-
-    def loss(self, batch: Any) -> Tensor:
-        parts = torch.stack([super().loss(batch), self.net(batch[0]).abs().mean()])
-        return (parts * (-self.log_scales).exp() + self.log_scales).sum()
 
 
 class Task:
@@ -186,7 +149,7 @@ class Rated(Regression):
         self._loss_items["loss"] = loss.detach()
 
 
-MODELS = [ByTorch, Teacher, Agent, History, Weighted, Configured, Hooked, Rated]
+MODELS = [ByTorch, Teacher, Agent, Configured, Hooked, Rated]
 
 
 @pytest.mark.shows("S43")
@@ -225,7 +188,6 @@ def weighted() -> dict[str, Any]:
 
 
 DATA: dict[str, Callable[[], helios.DataModule]] = {
-    "augmented": partial(Data, Augmented),
     "mixed": partial(
         Data, Augmented, lambda: {"batch_size": 3, "shuffle": True, "collate_fn": mix}
     ),
@@ -233,14 +195,9 @@ DATA: dict[str, Callable[[], helios.DataModule]] = {
         Data, Augmented, lambda: {"batch_size": 2, "shuffle": True, "num_workers": 1}
     ),
     "weighted": partial(Data, Samples, weighted),
-    "tensors": partial(
-        Data, lambda: torch.utils.data.TensorDataset(torch.eye(WIDTH), torch.ones(WIDTH, 1))
-    ),
-    "a part": partial(Data, lambda: torch.utils.data.Subset(Samples(), [0, 2, 4, 6, 8])),
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DATA)
 def test_a_data_set_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
     assert_ordinary(Case(Regression, DATA[name]), tmp_path)

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import helios
-from helios.checkpoint.options import CheckpointStore
-from helios.core.rng import get_default_numpy_rng
-from helios.engines.engine import Engine
-from helios.loops import BatchLoop, YieldLoop
 from helios.plugins import (
     EMA,
     SWA,
@@ -28,7 +23,6 @@ from helios.plugins import (
     Plugin,
     TimeLimit,
 )
-from helios.state import TrainingState
 from tests.ordinary.harness import WIDTH, Case, Regression, assert_ordinary
 
 
@@ -66,118 +60,6 @@ def test_a_plugin_of_the_package_resumes_without_a_warning(name: str, tmp_path: 
     assert_ordinary(Case(Regression, options=options), tmp_path)
 
 
-class Counting(Plugin):
-    """Counts, and keeps a history."""
-
-    def __init__(self) -> None:
-        super().__init__("counting")
-
-    def setup(self) -> None:
-        self.steps = 0
-        self.history: list[int] = []
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        self.steps += 1
-        self.history.append(state.global_iteration)
-
-
-class Looking(Plugin):
-    """Holds what belongs to the model, and a state that it saves itself."""
-
-    def __init__(self) -> None:
-        super().__init__("looking")
-        self.total = 0.0
-
-    def setup(self) -> None:
-        self.norms: list[float] = []
-
-    def on_fit_start(self) -> None:
-        self.network = self.context.model.net
-        self.parameters = dict(self.network.named_parameters())
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        self.norms.append(float(self.parameters["0.weight"].detach().norm()))
-        self.total += self.norms[-1]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"total": self.total, "norms": self.norms}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.total, self.norms = state_dict["total"], list(state_dict["norms"])
-
-
-@pytest.mark.shows("S43")
-@pytest.mark.parametrize("kind", [Counting, Looking])
-def test_a_plugin_of_the_user_resumes_without_a_warning(
-    kind: Callable[[], Plugin], tmp_path: Path
-) -> None:
-    assert_ordinary(Case(Regression, options=lambda _: {"plugins": [kind()]}), tmp_path)
-
-
-class Gan(helios.Model):
-    """Gives one loss for each optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__("gan")
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.generator = nn.Linear(2, WIDTH)
-        self.critic = nn.Linear(WIDTH, 1)
-        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=0.01)
-        self.generator_optimizer = torch.optim.Adam(self.generator.parameters(), lr=0.01)
-
-    def train_step(self, batch: Any, state: TrainingState) -> Any:
-        fake = self.generator(torch.randn(len(batch[0]), 2))
-        yield (self.critic(fake.detach()) - self.critic(batch[0])).mean()
-        yield -self.critic(fake).mean()
-
-
-def test_a_yield_loop_resumes_without_a_warning(tmp_path: Path) -> None:
-    def connect(trainer: helios.Trainer) -> None:
-        trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=YieldLoop())
-
-    assert_ordinary(Case(Gan, connect=connect), tmp_path)
-
-
-class Noisy(BatchLoop):
-    """Adds noise to each batch, and counts them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches = 0
-
-    def prepare(self, batch: Any) -> Any:
-        self.batches += 1
-        inputs, targets = super().prepare(batch)
-        return inputs + self.batches * 0.01 + torch.rand(1), targets
-
-
-@pytest.mark.shows("S43")
-def test_a_loop_of_the_user_resumes_without_a_warning(tmp_path: Path) -> None:
-    def connect(trainer: helios.Trainer) -> None:
-        trainer.fit_loop.epoch_loop.connect(batch_loop=Noisy())
-
-    assert_ordinary(Case(Regression, connect=connect), tmp_path)
-
-
-class Sharpening(Engine):
-    """Scales losses by a factor that grows."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.factor = 1.0
-
-    def backward_loss(self, loss: Tensor, inputs: Any = None) -> None:
-        self.factor *= 1.0 + 0.01 * get_default_numpy_rng().generator.random()
-        super().backward_loss(loss * self.factor, inputs)
-
-
-@pytest.mark.shows("S43")
-def test_an_engine_of_the_user_resumes_without_a_warning(tmp_path: Path) -> None:
-    case = Case(Regression, options=lambda _: {"use_cpu": None, "engine": Sharpening()})
-    assert_ordinary(case, tmp_path)
-
-
 class Reading(helios.DataModule):
     """Finds out its sizes, and counts the epochs that it was asked for."""
 
@@ -206,24 +88,3 @@ class Reading(helios.DataModule):
 def test_a_data_module_of_the_user_resumes_without_a_warning(tmp_path: Path) -> None:
     case = Case(Regression, Reading, options=lambda _: {"valid_frequency": 4})
     assert_ordinary(case, tmp_path)
-
-
-OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "epochs": lambda _: {"train_unit": "epoch", "total_steps": 4, "chkpt_frequency": 1},
-    "TensorBoard and a log": lambda folder: {
-        "enable_tensorboard": True,
-        "run_path": folder / "events",
-        "enable_file_logging": True,
-        "log_path": folder / "logs",
-        "print_frequency": 2,
-    },
-    "a banner and bars": lambda _: {"print_banner": True, "enable_progress_bar": True},
-    "files that are written at once": lambda _: {"store": CheckpointStore(is_async=False)},
-    "clipping by value": lambda _: {"clip_value": 0.1, "enable_deterministic": True},
-}
-
-
-@pytest.mark.shows("S43")
-@pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_of_the_trainer_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
-    assert_ordinary(Case(Regression, options=OPTIONS[name]), tmp_path)

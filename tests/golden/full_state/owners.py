@@ -31,23 +31,6 @@ class Learner(ExactModel):
         self.record.step(state.global_iteration, ids, numbers, torch.tensor(moved))
 
 
-class OwnState(ExactModel):
-    """It saves two networks and a scheduler itself, and leaves the rest to Helios."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        build(self, 3)
-
-    train_step = Learner.train_step
-
-    def state_dict(self) -> dict[str, Any]:
-        names = ("first", "second", "schedule")
-        return {name: getattr(self, name).state_dict() for name in names}
-
-    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
-        for name, state in state_dict.items():
-            getattr(self, name).load_state_dict(state)
-
-
 class Plain(helios.Plugin):
     """A plugin without a state of its own."""
 
@@ -82,35 +65,6 @@ class Engine(helios.Engine):
     def __init__(self) -> None:
         super().__init__("cpu")
         build(self, 7)
-
-
-class EngineWithState(helios.Engine):
-    """An engine with a state of its own."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        build(self, 8)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "second": self.second.state_dict()}
-
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict({k: part for k, part in state.items() if k != "second"})
-        self.second.load_state_dict(state["second"])
-
-
-class LoopWithState(BatchLoop):
-    """A loop with a state of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        build(self, 9)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"third": self.third.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.third.load_state_dict(state_dict["third"])
 
 
 class Context(HookContext):
@@ -213,11 +167,8 @@ class Mover(helios.Plugin):
         self.record.steps.append(f"{number} moved {moved} {self.numbers}")
 
 
-def start(
-    root: Path, model: type[ExactModel], name: str, engine: helios.Engine, loop: BatchLoop
-) -> Record:
-    """Train with one model, engine and loop, and record what is left."""
-    record = Record()
+def train(root: Path) -> dict[str, list[str]]:
+    record, engine, loop = Record(), Engine(), Loop()
     data, plain, leaving = Data(), Plain("plain"), Leaving("leaving")
     owners = {"data": data, "plain": plain, "leaving": leaving, "engine": engine, "loop": loop}
     hooks, contexts = PipelineHooks(), (Context(), ContextWithState())
@@ -234,7 +185,7 @@ def start(
         plugins=[plain, leaving, Mover(owners, record), hooks, Recorder(record)],
     )
     trainer.fit_loop.epoch_loop.connect(batch_loop=loop)
-    learner = model(record, name)
+    learner = Learner(record, NAME)
     trainer.fit(learner, data)
     for key, owner in ({"model": learner} | owners).items():
         record.end += [f"{key}: {line}" for line in describe(owner)]
@@ -243,11 +194,7 @@ def start(
     dataset, collate = data.train_dataset, data._train_dataset.params.collate_fn
     record.end += [f"data set {bits((dataset.read, dataset.counts, dataset.inside.counts))}"]
     record.end += [f"collate {collate.calls}"]
-    return record
-
-
-def train(root: Path) -> dict[str, list[str]]:
-    return start(root, Learner, "owners", Engine(), Loop()).result()
+    return record.result()
 
 
 if __name__ == "__main__":
