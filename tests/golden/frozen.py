@@ -21,16 +21,12 @@ RUNS: Mapping[str, tuple[int, ...]] = {
     "today/manual": (1,),
     "full_state/owners": (1,),
     "full_state/own_places": (2,),
-    "full_state/scaled": (1,),
-    "full_state/windows": (2, 1),
     "full_state/sources-mixture": (2, 1),
     "full_state/sources-packed": (1,),
     "full_state/sources-read_again": (1, 2),
     "full_state/sources-stateful": (2, 1),
     "full_state/sources-steps": (1,),
     "full_state/sources-workers": (1, 2),
-    "full_state/sharded-on_3": (3, 1, 2),
-    "full_state/sharded-on_1": (1, 3),
     **{
         f"full_state/ledgers-{variant}": counts
         for variant, counts in {

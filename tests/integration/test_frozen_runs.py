@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.golden import frozen
-from tests.support.sharded import IS_ABLE
-
-RUNS = [name for name in frozen.RUNS if IS_ABLE or "/sharded-" not in name]
 
 
 @pytest.mark.shows("S49")
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", frozen.RUNS)
 def test_a_frozen_script_gives_its_bits(name: str, tmp_path: Path) -> None:
     expected = frozen.load(name)
     counts = frozen.RUNS[name]

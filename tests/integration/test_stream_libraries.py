@@ -30,10 +30,9 @@ TOTAL = 12
 
 
 class StandIn(IterableDataset[Any]):
-    """A stream with the protocol of Hugging Face's, and a buffer that it does not save."""
+    """A stream with the protocol of Hugging Face's."""
 
-    def __init__(self, buffer_size: int = 0) -> None:
-        self.buffer_size = buffer_size
+    def __init__(self) -> None:
         self.position = 0
         self.epoch = 0
 
@@ -41,14 +40,9 @@ class StandIn(IterableDataset[Any]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        draw = torch.Generator().manual_seed(self.epoch)
-        buffer: list[dict[str, Any]] = []
         while self.position < NUM_ROWS:
-            buffer.append({"row": torch.tensor(float(self.position))})
             self.position += 1
-            if len(buffer) > self.buffer_size:
-                yield buffer.pop(int(torch.randint(len(buffer), (1,), generator=draw)))
-        yield from buffer
+            yield {"row": torch.tensor(float(self.position - 1))}
         self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,12 +58,10 @@ def _rows(shards: list[int]) -> Iterator[dict[str, Any]]:
             yield {"row": float(shard * PER_SHARD + number)}
 
 
-def _hugging_face(buffer_size: int = 0) -> Any:
+def _hugging_face() -> Any:
     datasets: Any = importlib.import_module("datasets")
     options = {"shards": list(range(NUM_SHARDS))}
     stream = datasets.IterableDataset.from_generator(_rows, gen_kwargs=options)
-    if buffer_size:
-        stream = stream.shuffle(seed=3, buffer_size=buffer_size)
     return stream.with_format("torch")
 
 
@@ -86,14 +78,13 @@ class Data(helios.DataModule):
 
     unsaved = ("made",)
 
-    def __init__(self, made: Any, num_workers: int = 0) -> None:
+    def __init__(self, made: Any) -> None:
         super().__init__()
         self.made = made
-        self.num_workers = num_workers
 
     def setup(self) -> None:
         if not isinstance(self.made, DataLoader):
-            params = helios.DataLoaderParams(batch_size=BATCH_SIZE, num_workers=self.num_workers)
+            params = helios.DataLoaderParams(batch_size=BATCH_SIZE)
             self._train_dataset = self._create_dataset(self.made, params)
 
     def train_dataloader(self) -> Any:

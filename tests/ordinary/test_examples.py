@@ -25,9 +25,3 @@ def test_an_example_trains_and_scores(
     checkpoint = helios.find_last_checkpoint(run)
     assert checkpoint is not None
     assert "_epoch_1_" in checkpoint.name
-
-
-@pytest.mark.parametrize("script", sorted(_EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_is_read_at_a_glance(script: Path) -> None:
-    if script.stem != "cluster":
-        assert len(script.read_text("utf-8").splitlines()) <= 80
