@@ -36,28 +36,21 @@ _SETTING = Setting(scheduler="none")
 
 
 class Data(helios.DataModule):
-    """A training set with the options under test; ``loader`` takes the place of both."""
+    """A training set with the options under test."""
 
-    def __init__(self, dataset: Any, loader: Any = None, **options: Any) -> None:
+    def __init__(self, dataset: Any, **options: Any) -> None:
         super().__init__()
-        self.dataset, self.loader, self.options = dataset, loader, options
+        self.dataset, self.options = dataset, options
 
     def setup(self) -> None:
-        if self.loader is None:
-            options = {"collate_fn": noisy_collate, **self.options}
-            params = helios.DataLoaderParams(**options)
-            self._train_dataset = self._create_dataset(self.dataset, params)
-
-    def train_dataloader(self) -> Any:
-        return super().train_dataloader() if self.loader is None else (self.loader, None)
+        params = helios.DataLoaderParams(collate_fn=noisy_collate, **self.options)
+        self._train_dataset = self._create_dataset(self.dataset, params)
 
 
-def fit(data: Data, folder: Path | None = None, **options: Any) -> SmallModel:
-    """Train eight steps, with a checkpoint after each where there is a folder."""
+def fit(data: Data, folder: Path, **options: Any) -> SmallModel:
+    """Train eight steps, with a checkpoint after each."""
     given = {"train_unit": "iteration", "total_steps": 8, "random_seed": 5}
-    if folder is not None:
-        given |= {"chkpt_root": folder, "chkpt_frequency": 1}
-    given |= {"use_cpu": True, "print_banner": False}
+    given |= {"chkpt_root": folder, "chkpt_frequency": 1, "use_cpu": True, "print_banner": False}
     model = SmallModel(_SETTING)
     helios.Trainer(**{**given, **options}).fit(model, data)
     return model

@@ -73,7 +73,6 @@ def draw(seed: int) -> list[int]:
 FORMS: dict[str, Callable[[int], Any]] = {
     "setup": lambda seed: Subset(Rows(), draw(seed)),
     "normalization": lambda seed: Rows(shift=float(seed)),
-    "nested": lambda seed: Subset(Subset(Rows(), draw(seed)), range(12)),
 }
 KINDS: dict[str, Callable[[], Any]] = {kind.__name__: kind for kind in (Rows, Counting, Drawing)}
 
@@ -190,7 +189,6 @@ def resume(
     ("form", "num_workers", "stop"),
     [
         ("setup", 0, 7),
-        ("nested", 0, 7),
         # The first batch of an epoch, and the last one.
         *[("normalization", 2, stop) for stop in (7, 12)],
     ],

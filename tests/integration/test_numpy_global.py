@@ -98,19 +98,11 @@ class DrawingModel(helios.Model):
 
 
 class DrawingData(helios.DataModule):
-    """Data that draws; ``loader`` takes the place of that of the training."""
+    """Data that draws."""
 
-    def __init__(
-        self,
-        *,
-        num_workers: int = 0,
-        validates: bool = True,
-        sampler: Any = None,
-        loader: Any = None,
-    ) -> None:
+    def __init__(self, *, num_workers: int = 0, validates: bool = True) -> None:
         super().__init__()
-        self.num_workers, self.validates, self.sampler = num_workers, validates, sampler
-        self.loader = loader
+        self.num_workers, self.validates = num_workers, validates
 
     def setup(self) -> None:
         params = helios.DataLoaderParams(
@@ -121,9 +113,6 @@ class DrawingData(helios.DataModule):
         if self.validates:
             self._valid_dataset = self._create_dataset(Drawing(), params)
         self._test_dataset = self._create_dataset(Drawing(), params)
-
-    def train_dataloader(self) -> Any:
-        return super().train_dataloader() if self.loader is None else self.loader
 
 
 def make_trainer(folder: Path | None = None, **options: Any) -> helios.Trainer:

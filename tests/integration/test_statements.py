@@ -16,7 +16,6 @@ from helios.errors import ArgumentError
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS
 from helios.loops.epoch import EpochLoop
-from helios.loops.evaluation import PredictionLoop
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins import HookContext, PipelineHooks, Plugin
 from helios.state import Phase, TrainingState
@@ -225,22 +224,6 @@ def test_a_validation_runs_without_benchmarking_and_without_gradients(is_failing
     assert torch.backends.cudnn.benchmark == found
     pair = [("train", True, True, False), ("valid", False, False, False)]
     assert seen == (pair if is_failing else pair * 2)
-
-
-@pytest.mark.shows("H57")
-def test_without_data_for_it_nothing_of_a_validation_happens() -> None:
-    """H57: no hooks, no question whether metrics improved, no early stop."""
-
-    class Model(Counting):
-        def on_validation_start(self, validation_cycle: int) -> None:
-            pytest.fail("a validation without data")
-
-        def have_metrics_improved(self) -> bool:
-            pytest.fail("a question without a validation")
-
-    model = Model()
-    make_trainer(valid_frequency=1, early_stop_cycles=1).fit(model, Numbers(2))
-    assert len(model.states) == 4
 
 
 class Keeping(Quiet):
@@ -517,25 +500,3 @@ def test_all_hooks_of_a_run_get_one_live_object() -> None:
     )
     assert {name for name, found in seen.items() if found} == {*CHANNELS, "plugin"}
     assert len({id(context) for found in seen.values() for context in found}) == 1
-
-
-@pytest.mark.shows("L34")
-def test_each_prediction_goes_to_a_hook_and_a_loop_of_ones_own_returns_none() -> None:
-    """L34: what `return_predictions` was for."""
-    written: list[tuple[int, float]] = []
-
-    class Writing(Quiet):
-        def on_predicting_batch_end(self, step: int, prediction: Any) -> None:
-            written.append((step, prediction.item()))
-
-    class Dropping(PredictionLoop):
-        def on_run_end(self) -> list[Any]:
-            super().on_run_end()
-            return []
-
-    trainer, model = make_trainer(plugins=[Writing("writing")]), Linear()
-    returned = trainer.predict(model, Numbers(1, 3), checkpoint=None)
-    kept, written[:] = list(written), []
-    trainer.predict_loop = Dropping()
-    assert trainer.predict(model, Numbers(1, 3), checkpoint=None) == []
-    assert written == kept == [(step, item.item()) for step, item in enumerate(returned)]

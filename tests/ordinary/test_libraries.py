@@ -119,12 +119,12 @@ class Measured(Regression):
 
 
 def test_torchmetrics_among_the_attributes_resume_without_a_warning(tmp_path: Path) -> None:
-    assert_ordinary(Case(Measured, options=lambda _: {"valid_frequency": 4}), tmp_path)
+    assert_ordinary(Case(Measured, options={"valid_frequency": 4}), tmp_path)
 
 
 @pytest.mark.full
 def test_the_demo_resumes_without_a_warning(tmp_path: Path) -> None:
     digits = runpy.run_path(str(_DIGITS))
     model, data = digits["DigitsModel"], digits["DigitsData"]
-    case = Case(lambda: model("digits"), data, lambda _: {"valid_frequency": 6})
+    case = Case(lambda: model("digits"), data, {"valid_frequency": 6})
     assert_ordinary(case, tmp_path)

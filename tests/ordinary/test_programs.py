@@ -9,7 +9,6 @@ import re
 import threading
 import types
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,12 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import BatchSampler, WeightedRandomSampler
 
-import helios
-from helios.core.rng import get_default_numpy_rng
 from helios.state import TrainingState
-from tests.ordinary.harness import LENGTH, WIDTH, Case, Data, Regression, Samples, assert_ordinary
+from tests.ordinary.harness import WIDTH, Case, Regression, assert_ordinary
 
 State = TrainingState
 
@@ -156,48 +152,4 @@ MODELS = [ByTorch, Teacher, Agent, Configured, Hooked, Rated]
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_program_resumes_without_a_warning(kind: type[Regression], tmp_path: Path) -> None:
-    assert_ordinary(Case(kind, options=lambda _: {"valid_frequency": 4}), tmp_path)
-
-
-class Augmented(Samples):
-    """Samples that are turned, cut and mixed, with a cache of what was read."""
-
-    def __init__(self) -> None:
-        self.scale = 0.5
-        self.cache: dict[int, Tensor] = {}
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, target = super().__getitem__(index)
-        self.cache.setdefault(index, target)
-        if random.random() < 0.5:
-            inputs = inputs.flip(0)
-        return inputs * self.scale + get_default_numpy_rng().generator.normal(), self.cache[index]
-
-
-def mix(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Stack samples, and mix each with its neighbour."""
-    inputs, targets = (torch.stack(parts) for parts in zip(*samples, strict=True))
-    share = torch.rand(1)
-    return inputs.lerp(inputs.flip(0), share), targets.lerp(targets.flip(0), share)
-
-
-def weighted() -> dict[str, Any]:
-    """Return the options of a loader that draws by weights."""
-    weights = torch.arange(1.0, LENGTH + 1)
-    return {"batch_sampler": BatchSampler(WeightedRandomSampler(weights, LENGTH), 2, True)}
-
-
-DATA: dict[str, Callable[[], helios.DataModule]] = {
-    "mixed": partial(
-        Data, Augmented, lambda: {"batch_size": 3, "shuffle": True, "collate_fn": mix}
-    ),
-    "by workers": partial(
-        Data, Augmented, lambda: {"batch_size": 2, "shuffle": True, "num_workers": 1}
-    ),
-    "weighted": partial(Data, Samples, weighted),
-}
-
-
-@pytest.mark.parametrize("name", DATA)
-def test_a_data_set_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
-    assert_ordinary(Case(Regression, DATA[name]), tmp_path)
+    assert_ordinary(Case(kind, options={"valid_frequency": 4}), tmp_path)
