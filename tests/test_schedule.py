@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -12,64 +11,12 @@ from helios.schedule import (
     ends_window,
     find_limit,
     is_limit,
-    is_log_due,
     is_out_of_patience,
-    is_save_due,
     is_total_reached,
-    is_validation_due,
 )
 from helios.state import Cursor, TrainingState, TrainingUnit
 
 EPOCH, ITERATION = TrainingUnit.EPOCH, TrainingUnit.ITERATION
-
-
-@dataclasses.dataclass
-class Walk:
-    """What a run without any data did: numbers of iterations, from 1, by what was due on them."""
-
-    boundaries: list[int] = dataclasses.field(default_factory=list)
-    logs: list[int] = dataclasses.field(default_factory=list)
-    validations: list[int] = dataclasses.field(default_factory=list)
-    saves: list[int] = dataclasses.field(default_factory=list)
-    state: TrainingState = dataclasses.field(default_factory=TrainingState)
-    cursor: Cursor = dataclasses.field(default_factory=Cursor)
-
-
-def walk(schedule: Schedule, length: int, *, is_manual: bool = False) -> Walk:
-    """Count through the epochs of a run by the functions of the schedule alone."""
-    done = Walk()
-    state, cursor = done.state, done.cursor
-    while not is_total_reached(schedule, state, cursor):
-        state.begin_epoch(cursor.epoch)
-        for batch in range(length):
-            is_boundary = ends_window(
-                schedule,
-                iteration=state.global_iteration + 1,
-                batch=batch,
-                is_last=batch == length - 1,
-                is_manual=is_manual,
-            )
-            state.begin_iteration(schedule.unit, is_boundary=is_boundary)
-            note(done.boundaries, state, is_due=is_boundary)
-            note(done.logs, state, is_due=is_log_due(schedule, state))
-            if not schedule.is_by_epoch and is_boundary:
-                note_boundary(done, schedule)
-                if is_total_reached(schedule, state, cursor):
-                    return done
-        cursor.next_epoch()
-        if schedule.is_by_epoch:
-            note_boundary(done, schedule)
-    return done
-
-
-def note(places: list[int], state: TrainingState, *, is_due: bool) -> None:
-    if is_due:
-        places.append(state.global_iteration)
-
-
-def note_boundary(done: Walk, schedule: Schedule) -> None:
-    note(done.validations, done.state, is_due=is_validation_due(schedule, done.state))
-    note(done.saves, done.state, is_due=is_save_due(schedule, done.state))
 
 
 @pytest.mark.shows("H39", "L29", "C7")
@@ -103,32 +50,6 @@ def test_windows_end_where_the_design_says(
         )
     ]
     assert ends == boundaries
-
-
-@pytest.mark.shows("H20", "H29", "H37", "L41", "R40", "R41")
-@pytest.mark.parametrize(
-    ("unit", "accumulation", "validations", "saves"),
-    [
-        (EPOCH, 1, [8, 16], [12]),
-        (EPOCH, 3, [8, 16], [12]),
-        (ITERATION, 1, [2, 4], [3]),
-        (ITERATION, 3, [6, 12], [9]),
-    ],
-)
-def test_validations_and_saves_count_in_the_unit(
-    unit: TrainingUnit, accumulation: int, validations: list[int], saves: list[int]
-) -> None:
-    """H20, H29, H40: four epochs of four batches, or four steps; validate every 2, save every 3."""
-    schedule = Schedule(
-        unit=unit,
-        total_steps=4,
-        accumulation_steps=accumulation,
-        valid_frequency=2,
-        chkpt_frequency=3,
-    )
-    done = walk(schedule, length=4)
-    assert done.validations == validations
-    assert done.saves == saves
 
 
 @pytest.mark.shows("H30")

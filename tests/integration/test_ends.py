@@ -24,13 +24,16 @@ def _last(folder: Path) -> helios.TrainingState:
     return state
 
 
-@pytest.mark.shows("H38", "R36")
-def test_steps_times_accumulation_batches_are_run(tmp_path: Path) -> None:
-    """H38: N steps run N times the accumulation of micro-batches."""
-    setting = Setting(total_steps=4, accumulation=5, scheduler="none")
-    assert len(train(tmp_path, setting).records) == 20
-    assert _last(tmp_path).current_iteration == 4
-    assert _last(tmp_path).global_iteration == 20
+@pytest.mark.shows("H37", "H38", "R36")
+@pytest.mark.parametrize(("unit", "total", "batches"), [("iteration", 4, 20), ("epoch", 2, 12)])
+def test_accumulation_makes_steps_longer_and_leaves_epochs(
+    unit: str, total: int, batches: int, tmp_path: Path
+) -> None:
+    """H37, H38: N steps run N times the accumulation of micro-batches; by epochs, each counts."""
+    setting = Setting(unit=unit, total_steps=total, accumulation=5, scheduler="none")
+    assert len(train(tmp_path, setting).records) == batches
+    assert _last(tmp_path).current_iteration == (4 if unit == "iteration" else batches)
+    assert _last(tmp_path).global_iteration == batches
 
 
 @pytest.mark.shows("S32")
