@@ -462,26 +462,6 @@ def test_a_parameter_after_the_folder_is_refused(tmp_path: Path) -> None:
         Sweep(tmp_path, "min").run(objective, 1)
 
 
-def test_an_interrupted_trial_is_queued_again_and_an_error_too(tmp_path: Path) -> None:
-    errors: list[BaseException] = [helios.Interrupted(75), ValueError("a bug")]
-    seen = []
-
-    def objective(trial: Trial) -> float:
-        seen.append(trial.number)
-        if trial.number == 1 and errors:
-            raise errors.pop()
-        return compute(trial)
-
-    sweep = Sweep(tmp_path, "min", pruner=NopPruner())
-    with pytest.raises(ValueError, match="a bug"):
-        sweep.run(objective, 3)
-    with pytest.raises(helios.Interrupted):
-        sweep.run(objective, 3)
-    results = sweep.run(objective, 3)
-    assert seen == [0, 1, 1, 1, 2]
-    assert [each.state for each in results] == ["finished"] * 3
-
-
 def test_a_trial_that_fails_as_expected_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

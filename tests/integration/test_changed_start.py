@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import linecache
 import os
-import subprocess
+import runpy
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.optim import lr_scheduler
 import helios
 from helios.errors import RunMismatchError
 from tests.integration.test_declared_params import Data
+from tests.support.scripts import call
 
 
 @dataclasses.dataclass
@@ -315,24 +317,22 @@ def test_a_finished_run_warns_of_code_in_a_script_and_refuses_it_in_a_notebook(
     assert said(capsys) == [f"{STEP}, in an edited cell"]
 
 
+def _start_script() -> None:
+    path = Path(sys.argv[1])
+    os.chdir(path.parent)
+    runpy.run_path(str(path), run_name="__main__")
+
+
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_script_that_was_killed_and_edited_says_so(nproc: int, tmp_path: Path) -> None:
-    end = f"if __name__ == '__main__':\n    main(6, 'runs', num_replicas=2, nproc={nproc})\n"
-    edited = SCRIPT.replace("{1, 2}", "{1, 3}").replace("lr=0.01", "lr=0.02")
-    outputs = []
-    for text, words in ((SCRIPT, ["kill"]), (SCRIPT, ["kill"]), (edited, [])):
-        (tmp_path / "train.py").write_text(f"{text}\n{end}")
-        done = subprocess.run(
-            [sys.executable, "train.py", *words],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(Path(helios.__file__ or "").parents[1])},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        outputs.append(done.stderr)
-    assert STEP not in outputs[1]
-    assert done.returncode == 0, outputs[2]
-    assert outputs[2].count(STEP) == 1
-    assert outputs[2].count("optimizer.lr: 0.01 -> 0.02 in setup()") == 1
+def test_a_script_that_was_killed_and_edited_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    end = "if __name__ == '__main__':\n    main(6, 'runs', num_replicas=2)\n"
+    path.write_text(f"{SCRIPT}\n{end}")
+    assert call(_start_script, path, "kill").returncode == -signal.SIGKILL
+    killed_again = call(_start_script, path, "kill")
+    assert STEP not in killed_again.stderr
+    path.write_text(path.read_text().replace("{1, 2}", "{1, 3}").replace("lr=0.01", "lr=0.02"))
+    done = call(_start_script, path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(STEP) == 1
+    assert done.stderr.count("optimizer.lr: 0.01 -> 0.02 in setup()") == 1

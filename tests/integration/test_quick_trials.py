@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,44 @@ class Meter:
         self.seen.append(value)
 
 
+class Slotted:
+    __slots__ = ("count", "gone", "late")
+
+    def __init__(self) -> None:
+        self.count, self.gone = 0, 1
+
+
+@dataclasses.dataclass
+class Kinds:
+    """Values of further types, and two tensors that share memory."""
+
+    members: set[int]
+    recent: deque[int]
+    array: Any
+    random: random.Random
+    whole: torch.Tensor
+    part: torch.Tensor
+    slotted: Slotted = dataclasses.field(default_factory=Slotted)
+
+    def change(self) -> None:
+        self.members.add(len(self.members) + 1)
+        self.recent.extend((2, 3))
+        self.array += 1
+        self.whole += 1
+        self.part = torch.ones(2)
+        self.slotted.count += 1
+        self.slotted.late = 2
+        if hasattr(self.slotted, "gone"):
+            del self.slotted.gone
+
+    def draw(self) -> float:
+        """Return a number that depends on all of them, and write through the shared memory."""
+        self.part += 1
+        numbers = [sum(self.members), sum(self.recent), self.array.sum(), self.random.random()]
+        held = [hasattr(self.slotted, name) for name in Slotted.__slots__]
+        return float(sum(numbers) + self.whole.sum() + self.slotted.count + 2 * sum(held)) / 100
+
+
 class Plain(SmallModel):
     """A model that is content with any scores."""
 
@@ -149,7 +188,7 @@ class Plain(SmallModel):
 class Nasty(Plain):
     """Validation changes whatever it can reach, and the training computes with all of it."""
 
-    unsaved = ("records", "setting", "alias", "noise")
+    unsaved = ("records", "setting", "alias", "noise", "kinds")
 
     def setup(self, fast_init: bool = False) -> None:
         super().setup(fast_init)
@@ -162,6 +201,10 @@ class Nasty(Plain):
         self.tracker = nn.BatchNorm1d(2)
         self.tracker.register_buffer("hidden", torch.zeros(2), persistent=False)
         self.noise = torch.Generator().manual_seed(1)
+        whole = torch.arange(6.0)
+        self.kinds = Kinds(
+            {1, 2}, deque([1], maxlen=2), np.arange(3.0), random.Random(1), whole, whole[2:4]
+        )
 
     def on_validation_start(self, validation_cycle: int) -> None:
         super().on_validation_start(validation_cycle)
@@ -183,6 +226,7 @@ class Nasty(Plain):
             self.net[4].bias.add_(0.01)
             self.average.update()
         self.optimizer.param_groups[0]["lr"] *= 0.9
+        self.kinds.change()
         torch.rand(1), random.random(), np.random.rand()
         rng.get_default_numpy_rng().generator.random()
         return super().valid_step(batch, step)
@@ -205,6 +249,7 @@ class Nasty(Plain):
         shift = self.total + self.meter.total + float(self.sums.sum()) / 100 + len(self.alias)
         shift += float(self.tracker.hidden.sum()) + vars(self).get("gone", 0.5)
         shift += np.random.rand() + float(torch.rand(1, generator=self.noise))
+        shift += self.kinds.draw()
         return super().train_step((ids, features + 0.01 * shift), state)
 
 
