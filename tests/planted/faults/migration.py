@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from tests.planted.planting import fault
 
-MIGRATION = "tests/migration/test_migrations.py"
 KILLS = "tests/migration/test_migration_kills.py"
-
-
-@fault("helios.migration.folder_migration:_back_up", "tests/migration/test_migration_kills.py")
-def the_old_file_of_a_migration_is_not_kept(back_up, path, source):
-    return None
 
 
 @fault("helios.storage.codec:write_file", KILLS)

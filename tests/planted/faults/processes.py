@@ -25,35 +25,11 @@ def a_rank_that_a_signal_ends_counts_as_a_failure(find_signal_code, number):
 
 
 @fault(
-    "helios.distributed.process_groups:note_failure",
-    f"{SIGNALS}::test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued",
-)
-def a_job_whose_rank_has_failed_asks_to_be_requeued(note_failure, store):
-    return None
-
-
-@fault(
-    "helios.start.signals:Listener.ignore_the_rest",
-    f"{SIGNALS}::test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them",
-)
-def slurm_ends_tasks_that_are_exiting_with_75(ignore_the_rest, listener):
-    return None
-
-
-@fault(
     "helios.engines.numerics:numerics",
     "tests/integration/test_resume.py::test_two_threads_stay_two_threads",
 )
 def the_number_of_threads_is_not_restored(numerics, **more):
     return numerics(**{**more, "num_threads": None})
-
-
-@fault(
-    "helios.core.signal_watch:SignalReceiver._give_back",
-    "tests/core/test_signal_watch.py::test_signals_are_noted_and_what_was_found_is_there_again",
-)
-def handlers_of_signals_stay_after_fit(give_back, receiver, number):
-    return None
 
 
 @fault(
