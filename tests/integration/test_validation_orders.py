@@ -110,7 +110,7 @@ def _train(make: Callable[[], Any], loaders: int, root: Path, *plugins: Plugin) 
 
 
 @pytest.mark.shows("S66")
-@pytest.mark.parametrize(("sampler", "loaders"), zip(SAMPLERS, (2, 1, 1), strict=True))
+@pytest.mark.parametrize(("sampler", "loaders"), [*zip(SAMPLERS, (2, 1, 1), strict=True)])
 def test_a_validation_has_the_order_that_it_would_have_had(
     sampler: str, loaders: int, tmp_path: Path
 ) -> None:

@@ -185,7 +185,7 @@ def _step(scaler: Any, network: nn.Module, optimizer: Any, scheduler: Any, count
 @pytest.mark.shows("L27", "C7")
 @pytest.mark.parametrize(
     ("precision", "accumulation"),
-    zip(_PRECISIONS, (4, 1, 2), strict=True),
+    [*zip(_PRECISIONS, (4, 1, 2), strict=True)],
     ids=lambda value: str(getattr(value, "value", value)),
 )
 def test_a_gan_has_the_bits_of_a_loop_by_hand(accumulation: int, precision: Precision) -> None:

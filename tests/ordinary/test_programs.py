@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from helios.state import TrainingState
-from tests.ordinary.harness import WIDTH, Case, Regression, assert_ordinary
+from tests.ordinary.harness import LENGTH, WIDTH, Case, Regression, assert_ordinary
 
 State = TrainingState
 
@@ -145,7 +145,27 @@ class Rated(Regression):
         self._loss_items["loss"] = loss.detach()
 
 
-MODELS = [ByTorch, Teacher, Agent, Configured, Hooked, Rated]
+class Sparse(Regression):
+    """An embedding with sparse gradients, and a dense rest: one optimizer each."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.table = nn.Embedding(LENGTH + 1, WIDTH, sparse=True)
+        self.net = self.make_net()
+        self.sparse_optimizer = torch.optim.SparseAdam(self.table.parameters(), lr=0.01)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
+
+    def train_step(self, batch: Any, state: State) -> None:
+        inputs, targets = batch
+        places = (targets[:, 0] * LENGTH).round().long()
+        loss = self.loss((inputs + self.table(places), targets))
+        loss.backward()
+        for optimizer in (self.sparse_optimizer, self.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        self._loss_items["loss"] = loss.detach()
+
+
+MODELS = [ByTorch, Teacher, Agent, Configured, Hooked, Rated, Sparse]
 
 
 @pytest.mark.shows("S43")
