@@ -19,7 +19,6 @@ RUNS: Mapping[str, tuple[int, ...]] = {
     "today/by_epochs": (1,),
     "today/four_replicas": (2, 1, 4),
     "today/manual": (1,),
-    "full_state/owners": (1,),
     "full_state/own_places": (2,),
     "full_state/sources-mixture": (2, 1),
     "full_state/sources-packed": (1,),
