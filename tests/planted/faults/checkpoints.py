@@ -70,14 +70,6 @@ def a_checkpoint_is_written_under_its_last_name(write_file, path, tree, *, hashe
 
 
 @fault(
-    "helios.checkpoint.contents:WholeFile.compare_bytes",
-    "tests/checkpoint/test_loading.py::test_a_damaged_checkpoint_is_put_aside_loudly_and_the_next_older_is_taken",
-)
-def the_digest_of_a_checkpoint_is_not_compared(compare_bytes, content, sidecar, share=None):
-    return True
-
-
-@fault(
     "helios.checkpoint.retention:plan",
     "tests/checkpoint/test_retention.py::test_the_newest_by_epoch_and_iteration_stay",
 )
@@ -127,14 +119,6 @@ def a_sharded_checkpoint_is_committed_without_a_part_that_failed(write_data, wri
         nothing = Future()
         nothing.set_result([])
         return nothing
-
-
-@fault(
-    "helios.checkpoint.contents:ShardedFolder.compare_bytes",
-    "tests/checkpoint/test_sharded_folders.py::test_one_flipped_bit_anywhere_is_named",
-)
-def digests_of_sharded_checkpoints_are_not_compared(compare_bytes, content, sidecar, share=None):
-    return True
 
 
 @fault(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.planted.planting import fault
 
-BOOK = "tests/ledger/test_book.py"
 LINE = "tests/ledger/test_line.py"
 WRITER = "tests/ledger/test_writer.py"
 SCORES = "tests/ledger/test_validation_scores.py"
@@ -65,11 +64,6 @@ def a_line_leaves_out_the_state_of_optimizers(digest_weights, weights, optimizer
     return digest_weights(weights, {})
 
 
-@fault("helios.ledger.line:end_of", BOOK)
-def a_ledger_that_does_not_match_its_checkpoint_is_continued(end_of, chain):
-    return b""
-
-
 @fault(
     "helios.ledger.verification:_check_digests",
     "tests/ledger/test_run_file.py::test_a_replaced_checkpoint_is_found_though_its_sidecar_matches",
@@ -86,14 +80,6 @@ def a_replay_compares_nothing(append, follower, bodies):
     for body in bodies:
         follower.found.num_equal += "end" not in body
         follower.found.has_ended |= "end" in body
-
-
-@fault(
-    "helios.start.replay:_Comparison.ask",
-    "tests/ledger/test_replay.py::test_a_changed_script_is_found_where_it_differs_first",
-)
-def a_replay_goes_on_after_a_difference(ask, comparison):
-    return ""
 
 
 @fault("helios.ledger.compare:LineComparison.compare_scores", SCORES)

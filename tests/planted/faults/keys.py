@@ -49,11 +49,6 @@ def a_validation_does_not_restore_the_generators(stream, seed):
     return contextlib.nullcontext()
 
 
-@fault("helios.data.loader:KeyedLoader.is_pure", WORKERS)
-def nothing_is_seeded_before_a_fetch(is_pure, loader):
-    return True
-
-
 @fault("helios.data.loader:KeyedDataset.__getitems__", WORKERS)
 def workers_do_not_seed_before_a_fetch(getitems, dataset, indices):
     return getitems(dataset, getattr(indices, "indices", indices))

@@ -45,23 +45,6 @@ def ranks_may_differ_in_when_they_give_up(plain, options, name):
     return None if name == "hang_timeout" else plain(options, name)
 
 
-@fault(
-    "helios.data.datamodule:_is_plain",
-    "tests/data/test_datamodule.py"
-    "::test_a_loader_that_no_options_stand_for_is_an_error_that_writes_the_replacement",
-)
-def a_sampler_of_the_users_own_is_dropped_in_silence(is_plain, sampler, dataset):
-    return True
-
-
-@fault(
-    "helios.hooks.bus:_accepts",
-    "tests/hooks/test_bus_signatures.py::test_a_step_may_leave_out_what_follows_the_batch",
-)
-def what_a_step_leaves_out_is_passed_to_it(accepts, signature, in_place, by_name):
-    return True
-
-
 COMMAND_LINE = "tests/cli/test_train_command.py"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 LAUNCHER = "tests/launch/test_launcher.py"
-SIGNALS = "tests/distributed/test_signals.py"
 
 
 @fault(
@@ -14,14 +13,6 @@ SIGNALS = "tests/distributed/test_signals.py"
 )
 def a_launcher_that_is_interrupted_kills_its_ranks(end, launch, *numbers):
     end(launch)
-
-
-@fault(
-    "helios.start.signals:find_signal_code",
-    f"{SIGNALS}::test_an_interruption_starts_nothing_again[self]",
-)
-def a_rank_that_a_signal_ends_counts_as_a_failure(find_signal_code, number):
-    return 75
 
 
 @fault(
@@ -51,11 +42,3 @@ LOST = "tests/data/test_lost_workers.py"
 def new_workers_begin_one_batch_too_late(open_again, batches, loss):
     batches._batch += 1
     open_again(batches, loss)
-
-
-@fault(
-    "helios.start.processes:describe_data_sets",
-    "tests/start/test_same_data_everywhere.py::test_processes_with_other_data_do_not_start",
-)
-def what_data_sets_hold_is_not_compared_over_processes(describe_data_sets, sources):
-    return {}

@@ -52,14 +52,6 @@ def the_name_of_a_module_is_missing_in_its_key(run, init, module, watch):
 
 
 @fault(
-    "helios.start.keyed_init:KeyedInit._is_repeated",
-    "tests/start/test_keyed_init.py::test_what_setup_would_lose_is_refused_by_name",
-)
-def what_setup_writes_outside_of_initializers_is_lost(is_repeated, init, *args):
-    return True
-
-
-@fault(
     "helios.migration.helios_ml:_take_state",
     "tests/migration/test_migrations.py::test_every_release_goes_on_at_the_batch_that_its_counters_mean",
 )
