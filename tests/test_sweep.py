@@ -289,7 +289,7 @@ def test_a_kill_at_any_line_of_the_journal_is_survived(tmp_path: Path) -> None:
     assert code == 0
     whole = read(tmp_path / "whole")
     assert "PRUNED" in {trial["state"] for trial in whole}
-    for at in range(1, count + 1, 1 if tier.is_full() else 17):
+    for at in range(1, count + 1, 1 if tier.is_full() else 31):
         name = f"killed-{at}"
         assert start(name, Death(at))[0] == KILLED
         assert start(name, Death())[0] == 0
@@ -300,6 +300,7 @@ class Stopped(BaseException):
     """Ends a start of a sweep in this process."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 def test_what_is_suggested_does_not_depend_on_starts(
@@ -336,6 +337,7 @@ def test_what_is_suggested_does_not_depend_on_starts(
     assert [each.score for each in whole] == sorted(each.score for each in whole)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "make",
     [
