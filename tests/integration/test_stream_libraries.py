@@ -1,6 +1,6 @@
-"""Streams of Hugging Face `datasets` and torchdata's loader: killed and resumed with equal bits.
+"""Streams of Hugging Face `datasets`: killed and resumed with equal bits.
 
-Stand-ins with the same protocol always run; where the libraries are installed, they run too.
+A stand-in with the same protocol always runs; where the library is installed, it runs too.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 import helios
 from helios.plugins import Plugin
@@ -65,16 +64,11 @@ def _hugging_face() -> Any:
     return stream.with_format("torch")
 
 
-def _workers_of_torchdata(make: Callable[[], Any]) -> Any:
-    loaders: Any = importlib.import_module("torchdata.stateful_dataloader")
-    return loaders.StatefulDataLoader(make(), batch_size=BATCH_SIZE, num_workers=2)
-
-
 _MAKERS = {"stand-in": StandIn, "datasets": _hugging_face}
 
 
 class Data(helios.DataModule):
-    """The data of a stream, or of a loader."""
+    """The data of a stream."""
 
     unsaved = ("made",)
 
@@ -83,14 +77,8 @@ class Data(helios.DataModule):
         self.made = made
 
     def setup(self) -> None:
-        if not isinstance(self.made, DataLoader):
-            params = helios.DataLoaderParams(batch_size=BATCH_SIZE)
-            self._train_dataset = self._create_dataset(self.made, params)
-
-    def train_dataloader(self) -> Any:
-        if isinstance(self.made, DataLoader):
-            return self.made, None
-        return super().train_dataloader()
+        params = helios.DataLoaderParams(batch_size=BATCH_SIZE)
+        self._train_dataset = self._create_dataset(self.made, params)
 
 
 class Follower(helios.Model):
@@ -179,11 +167,3 @@ def test_a_stream_goes_on_after_kills(name: str, tmp_path: Path) -> None:
         (claim,) = sidecar["claims"]
         assert claim.startswith("claimed by ")
         assert claim.endswith(", tried at the first start")
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_the_loader_of_torchdata_with_workers_goes_on_after_kills(
-    name: str, tmp_path: Path
-) -> None:
-    pytest.importorskip("torchdata.stateful_dataloader")
-    _check_resumes(partial(_workers_of_torchdata, _MAKERS[name]), tmp_path)
