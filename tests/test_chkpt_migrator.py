@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from helios.errors import ArgumentError, CheckpointError
 from helios.migration.folder_migration import BACKUP_FOLDER
 from helios.state import TrainingState
 from tests.support import old_files as old
-from tests.support.terminals import run_on_terminal
 
 HELP = Path(__file__).parent / "golden" / "help" / "migrate.txt"
 NAMES = ("0.3.0/linear_epoch_1_iter_5.pth", "2.0.1/linear_epoch_2_iter_10.pth")
@@ -79,13 +77,6 @@ def test_json_tells_the_same_as_the_text(root: Path, capsys: pytest.CaptureFixtu
     assert results["mine.pth"]["backup"] is None
     assert results["linear_epoch_1_iter_5.pth"]["backup"].endswith("linear_epoch_1_iter_5.pth")
     assert "a_epoch_1_iter_1.pth" in results["a_epoch_1_iter_1.pth"]["reason"]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
-def test_a_terminal_gets_a_progress_bar(root: Path) -> None:
-    printed, shown = run_on_terminal([sys.executable, "-m", "chkpt_migrator", str(root)])
-    assert b"0/2" in shown
-    assert printed.endswith(b"2 migrated.\n")
 
 
 def test_names_can_forge_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
