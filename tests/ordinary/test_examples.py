@@ -13,7 +13,11 @@ _EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
 
 @pytest.mark.parametrize(
-    ("script", "least", "most"), [("digits", 0.3, 1.0), ("character_model", 2.0, 4.0)]
+    ("script", "least", "most"),
+    [
+        ("digits", 0.3, 1.0),
+        pytest.param("character_model", 2.0, 4.0, marks=pytest.mark.full),
+    ],
 )
 def test_an_example_trains_and_scores(
     script: str, least: float, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
