@@ -239,7 +239,7 @@ LEFT_OUT = {
     ),
     "a replica goes on with the buffers of the one before it": (
         "helios.replicas.module_buffers:ReplicaBuffers.enter",
-        "tests/replicas/test_replica_runner.py",
+        "tests/replicas/test_module_buffers.py::test_each_replica_has_its_own_in_a_window",
     ),
     "gradients from before the run are added": (
         "helios.replicas.gradients:SharedGradients.drop_old",

@@ -1,0 +1,95 @@
+"""A loader that Helios did not make, split by rank, whose state each process has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import helios
+from tests.golden.today.exact import (
+    Counting,
+    Exact,
+    ExactModel,
+    Record,
+    Recorder,
+    bits,
+    describe_optimizer,
+    draw,
+)
+
+TOTAL = 7
+SAVED = (2, 3, 5)
+
+
+class Stream:
+    """Five batches a pass, whose numbers follow from a register of this process."""
+
+    def __init__(self, rank: int) -> None:
+        self.register, self.position = 17 + 40 * rank, 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < 5:
+            self.position += 1
+            numbers = []
+            for _ in range(8):
+                self.register = (self.register * 75 + 74) % 65537
+                numbers.append(self.register % 8)
+            ids = torch.tensor(numbers[:2])
+            yield ids, torch.tensor(numbers).view(2, 4) + draw()[0] % 4
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"register": self.register, "position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.register, self.position = state_dict["register"], state_dict["position"]
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None: ...
+
+    def train_dataloader(self) -> Any:
+        return Stream(self.trainer.rank), None
+
+
+class Learner(ExactModel):
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = Exact()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.25)
+
+    def train_step(self, batch: Any, state: Any) -> torch.Tensor:
+        ids, numbers = batch
+        loss = self.net.loss(ids, numbers)
+        self._loss_items["loss"] = loss.detach()
+        self.record.step(state.global_iteration, ids, numbers, loss)
+        return loss
+
+    def on_training_end(self) -> None:
+        self.describe("net")
+        self.note(optimizer=describe_optimizer(self.optimizer))
+
+
+def train(root: Path, **options: Any) -> dict[str, list[str]]:
+    record = Record()
+    counting = Counting()
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=TOTAL,
+        chkpt_frequency=1,
+        chkpt_root=root,
+        num_replicas=2,
+        random_seed=10,
+        print_banner=False,
+        use_cpu=True,
+        plugins=[counting, Recorder(record)],
+        **options,
+    )
+    trainer.fit(Learner(record, "stream"), Data())
+    record.end.append(f"counting {counting.sums} {bits(counting.last)}")
+    return record.result()
