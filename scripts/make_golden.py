@@ -17,11 +17,11 @@ sys.path.insert(0, str(ROOT))
 from scripts.site import event_page  # noqa: E402 (found by the line above)
 from tests import codebase  # noqa: E402
 from tests.cli import helps  # noqa: E402
+from tests.golden import frozen  # noqa: E402
 from tests.support import (  # noqa: E402
     decisions,
     event_situations,
     file_trails,
-    frozen,
     replica_logs,
 )
 from tests.support.matrix import cells  # noqa: E402

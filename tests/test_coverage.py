@@ -16,11 +16,6 @@ def test_every_statement_has_a_test_that_runs_or_a_reason() -> None:
     assert statements.faults(known, shown, ROOT) == []
 
 
-def test_the_table_names_each_statement() -> None:
-    table = statements.page()
-    assert [number for number in NUMBERS if f"\n| {number} | " not in table] == []
-
-
 _WAITING = Statement(says="something", waits="for its turn")
 
 
@@ -36,25 +31,13 @@ def _faults(known: Mapping[str, Statement], *shown: Shown) -> list[str]:
     ("known", "fault"),
     [
         (_known(H67=_WAITING), "H67 is no statement."),
-        (_known(K99=_WAITING), "K99 is no statement."),
-        (_known(E44=_WAITING), "E44 is no statement."),
-        (_known(S78=_WAITING), "S78 is no statement."),
-        (_known(U4=_WAITING), "U4 is no statement."),
         (_known(H5=Statement("a")), "H5 has neither a test nor 'waits' or 'obsolete'."),
-        (_known(H5=Statement("a", waits=" ")), "H5 has neither a test nor 'waits' or 'obsolete'."),
-        (
-            _known(H5=Statement("a", "elsewhere")),
-            "H5 has neither a test nor 'waits' or 'obsolete'.",
-        ),
         (_known(H66=Statement(" ", waits="for ever")), "H66 does not say what it states."),
         (
             _known(H5=Statement("a", "as in `tests/test_none.py`", "for ever")),
             "H5 names tests/test_none.py: no such file.",
         ),
-        *(
-            ({name: _WAITING for name in NUMBERS if name != number}, f"{number} is missing.")
-            for number in ("L29", "R49", "E43", "P117")
-        ),
+        ({name: _WAITING for name in NUMBERS if name != "L29"}, "L29 is missing."),
     ],
 )
 def test_a_statement_without_evidence_is_seen(known: Mapping[str, Statement], fault: str) -> None:
@@ -72,13 +55,6 @@ def test_a_mark_shows_its_statements_only() -> None:
     ]
 
 
-def test_a_statement_that_is_listed_twice_is_an_error() -> None:
-    text = '[H5]\nsays = "a"\n'
-    assert statements.read_statements(text) == {"H5": Statement("a")}
-    with pytest.raises(ValueError, match="H5"):
-        statements.read_statements(text + text)
-
-
 _MARK = "@pytest.mark.shows('H5')\n"
 _TEST = f"{_MARK}def test_it(tmp_path): assert tmp_path\n"
 
@@ -93,8 +69,6 @@ def _shown_by(text: str, root: Path) -> list[Shown]:
     ("text", "fault"),
     [
         (f"@pytest.mark.skip\n{_TEST}", "is marked skip."),
-        (f"@pytest.mark.skipif(True, reason='no')\n{_TEST}", "is marked skipif."),
-        (f"@pytest.mark.xfail\n{_TEST}", "is marked xfail."),
         (f"@pytest.mark.full\n{_TEST}", "is marked full."),
         (f"pytestmark = [pytest.mark.gpu]\n{_TEST}", "is marked gpu."),
         (f"needs = pytest.mark.skipif(True, reason='no')\n@needs\n{_TEST}", "is marked skipif."),
@@ -108,8 +82,6 @@ def _shown_by(text: str, root: Path) -> list[Shown]:
             "@pytest.fixture\ndef tmp_path():\n    pytest.importorskip('none')\n" + _TEST,
             "may skip itself.",
         ),
-        (_TEST.replace("('H5')", ""), "says no numbers."),
-        (_TEST.replace("'H5'", ""), "says no numbers."),
         (_TEST.replace("'H5'", "NUMBER"), "says no numbers."),
     ],
 )
@@ -119,25 +91,9 @@ def test_a_mark_that_shows_nothing_is_seen(text: str, fault: str, tmp_path: Path
     assert f"{shown.test} {fault}" in _faults(_known(), shown)
 
 
-@pytest.mark.parametrize(
-    ("text", "test", "fault"),
-    [
-        (_TEST.replace("test_it", "it"), "tests/test_a.py::it", "is no test."),
-        (
-            f"class TestIt:\n    {_TEST.replace('def', '    def')}",
-            "tests/test_a.py",
-            "marks something else than a test.",
-        ),
-        (
-            "pytestmark = pytest.mark.shows('H5')\n",
-            "tests/test_a.py",
-            "marks something else than a test.",
-        ),
-    ],
-)
-def test_a_mark_on_something_else_is_seen(text: str, test: str, fault: str, tmp_path: Path) -> None:
-    (shown,) = _shown_by(text, tmp_path)
-    assert (shown.test, shown.fault) == (test, fault)
+def test_a_mark_on_something_else_is_seen(tmp_path: Path) -> None:
+    (shown,) = _shown_by("pytestmark = pytest.mark.shows('H5')\n", tmp_path)
+    assert (shown.test, shown.fault) == ("tests/test_a.py", "marks something else than a test.")
 
 
 @pytest.mark.parametrize(
@@ -146,13 +102,7 @@ def test_a_mark_on_something_else_is_seen(text: str, test: str, fault: str, tmp_
         _TEST,
         f"@pytest.mark.parametrize('n', [1, pytest.param(2, marks=pytest.mark.full)])\n{_TEST}",
         f"@pytest.mark.parametrize('n', NUMBERS)\n@pytest.mark.usefixtures('f')\n{_TEST}",
-        f"skip = 1\n@pytest.mark.timeout(5)\n{_TEST}\n@pytest.mark.full\ndef test_other(): ...\n",
     ],
 )
 def test_a_mark_of_a_test_that_runs_passes(text: str, tmp_path: Path) -> None:
     assert _shown_by(text, tmp_path) == [Shown("tests/test_a.py::test_it", ["H5"])]
-
-
-def test_a_test_may_show_several_statements(tmp_path: Path) -> None:
-    (shown,) = _shown_by(_TEST.replace("'H5'", "'H5', 'P3'"), tmp_path)
-    assert shown.numbers == ["H5", "P3"]

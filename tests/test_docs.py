@@ -107,6 +107,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.shows("S43", "P80")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", _PRINTED, ids=_name)
 def test_a_page_shows_what_its_commands_print(page: Path, tmp_path: Path) -> None:
     """An undisturbed run is compared with."""

@@ -6,55 +6,10 @@ import inspect
 import pickle
 import re
 
-import pytest
-
 from helios import errors
 from helios.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    CheckpointError,
-    DamagedCheckpointError,
     DuplicateError,
-    FolderInUseError,
-    HeliosError,
-    IncompatibleCheckpointError,
-    ReadOnlyError,
-    RunMismatchError,
-    StateError,
-    UsageError,
 )
-
-
-@pytest.mark.parametrize(
-    ("kind", "builtin"),
-    [
-        (ArgumentError, ValueError),
-        (ArgumentTypeError, TypeError),
-        (DuplicateError, KeyError),
-        (UsageError, RuntimeError),
-        (ReadOnlyError, AttributeError),
-        (StateError, RuntimeError),
-        (CheckpointError, RuntimeError),
-        (DamagedCheckpointError, RuntimeError),
-        (FolderInUseError, RuntimeError),
-        (IncompatibleCheckpointError, RuntimeError),
-        (RunMismatchError, RuntimeError),
-    ],
-)
-def test_an_error_is_caught_as_the_builtin_that_users_expect(
-    kind: type[HeliosError], builtin: type[Exception]
-) -> None:
-    with pytest.raises(builtin) as caught:
-        raise kind("name, rule, value, remedy")
-    assert isinstance(caught.value, HeliosError)
-    assert str(caught.value) == "name, rule, value, remedy"
-
-
-@pytest.mark.parametrize(
-    "kind", [DamagedCheckpointError, IncompatibleCheckpointError, RunMismatchError]
-)
-def test_what_is_wrong_with_a_checkpoint_is_caught_as_one(kind: type[CheckpointError]) -> None:
-    assert issubclass(kind, CheckpointError)
 
 
 def test_the_message_of_a_duplicate_is_not_put_in_quotes() -> None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import random
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -53,20 +49,6 @@ def _group() -> Iterator[None]:
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def _intra_op_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
-@contextmanager
 def _handler() -> Iterator[None]:
     handler = logging.NullHandler()
     logging.getLogger("helios").addHandler(handler)
@@ -74,31 +56,12 @@ def _handler() -> Iterator[None]:
     logging.getLogger("helios").removeHandler(handler)
 
 
-@contextmanager
-def _signal_handler() -> Iterator[None]:
-    found = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    yield
-    signal.signal(signal.SIGTERM, found)
-
-
-@contextmanager
-def _folder() -> Iterator[None]:
-    found = Path.cwd()
-    os.chdir(found.parent)
-    yield
-    os.chdir(found)
-
-
 _LEAKS = {
     "environment variables": _variable,
     "threads": _thread,
     "child processes": _child,
     "process group": _group,
-    "torch settings": _deterministic,
-    "num_threads": _intra_op_threads,
     "loggers": _handler,
-    "signal handlers": _signal_handler,
-    "working folder": _folder,
 }
 
 
@@ -120,9 +83,3 @@ def test_a_thread_that_is_about_to_end_is_no_leak() -> None:
     threading.Thread(target=end.wait, daemon=True).start()
     threading.Timer(0.02, end.set).start()
     assert before.leaks() == []
-
-
-def test_every_test_begins_on_the_same_random_numbers() -> None:
-    drawn = (torch.rand(1).item(), random.random(), np.random.random())
-    leaks.reset_generators()
-    assert drawn == (torch.rand(1).item(), random.random(), np.random.random())

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -118,24 +117,15 @@ def read_results(folder: Path) -> tuple[bytes, bytes, list[str]]:
     return (folder / "weights").read_bytes(), ledger, sorted(lines)
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes, list[str]]:
-    """The results of a run that nothing disturbs."""
-    folder = tmp_path_factory.mktemp("whole")
-    start(folder, 1)
-    return read_results(folder)
-
-
-@pytest.mark.parametrize("processes", [(1, 1, 1), (4, 1, 2), (1, 3, 1)])
-def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
-    processes: tuple[int, int, int], expected: tuple[bytes, bytes, list[str]], tmp_path: Path
-) -> None:
-    first, second, last = processes
-    start(tmp_path / "killed", first, kill_at=5)
-    start(tmp_path / "killed", second, kill_at=19)
-    start(tmp_path / "killed", last)
+def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    start(whole, 1)
+    start(killed, 4, kill_at=5)
+    start(killed, 1, kill_at=19)
+    start(killed, 2)
+    expected = read_results(whole)
     assert len(expected[2]) == STEPS * 4
-    assert read_results(tmp_path / "killed") == expected
+    assert read_results(killed) == expected
 
 
 if __name__ == "__main__":

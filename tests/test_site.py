@@ -62,16 +62,3 @@ def test_a_source_with_public_names_leads_to_the_api_and_any_other_to_its_text()
         "[a](api/data.md#helios.DataLoaderParams) [b](sources/helios/data/order.py.md) "
         "[c](https://d.py) [e](f.md#g)"
     )
-
-
-def test_a_docstring_is_shown_without_roles_and_with_an_entry_for_each_name() -> None:
-    pytest.importorskip("griffe", reason="scripts/docs installs it")
-    from scripts.site.docstrings import as_markdown
-
-    text = (
-        "Args:\n    one, two: what :func:`~helios.diff` reads,\n        and when.\n    three: no."
-    )
-    assert as_markdown(text) == (
-        "Args:\n    one: what `helios.diff` reads,\n        and when.\n"
-        "    two: what `helios.diff` reads,\n        and when.\n    three: no."
-    )

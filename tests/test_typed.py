@@ -20,13 +20,11 @@ from tests.typed import (
     extending_script,
     published_members,
     short_script,
-    tasks_script,
     user_script,
 )
 
 SCRIPT = ROOT / "tests" / "typed" / "user_script.py"
 EXTENDING = ROOT / "tests" / "typed" / "extending_script.py"
-TASKS = ROOT / "tests" / "typed" / "tasks_script.py"
 SHORT = ROOT / "tests" / "typed" / "short_script.py"
 MEMBERS = ROOT / "tests" / "typed" / "published_members.py"
 # Assigned in the constructor of a trainer, and listed in its docstring.
@@ -66,13 +64,13 @@ def run_checker(checker: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("checker", ["mypy", pytest.param("basedpyright", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
 def test_a_script_of_a_user_passes_and_a_wrong_signature_and_choice_are_seen(
     checker: str, tmp_path: Path
 ) -> None:
     (tmp_path / "right.py").write_text(SCRIPT.read_text("utf-8"))
     (tmp_path / "right_extending.py").write_text(EXTENDING.read_text("utf-8"))
-    (tmp_path / "right_tasks.py").write_text(TASKS.read_text("utf-8"))
     (tmp_path / "right_short.py").write_text(SHORT.read_text("utf-8"))
     (tmp_path / "wrong.py").write_text(WRONG)
     done = run_checker(checker, tmp_path)
@@ -96,10 +94,6 @@ def test_the_script_runs(tmp_path: Path) -> None:
 
 def test_the_script_that_extends_runs() -> None:
     assert extending_script.train() == 8
-
-
-def test_the_script_of_tasks_runs() -> None:
-    assert tasks_script.train().keys() == {"loss"}
 
 
 def test_the_short_script_runs() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 import helios
 from tests.distributed.test_elastic import Interrupt
-from tests.support.elastic import Elastic, KillRank, assert_same, read_bits, train
+from tests.support.elastic import Elastic, assert_same, read_bits, train
 from tests.support.token_run import EXACT_GPU
 
 pytestmark = [
@@ -38,20 +37,6 @@ def start(folder: Path, setting: Elastic, *plugins: Any) -> int:
     process.join(300)
     assert process.exitcode is not None
     return process.exitcode
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("num_replicas", [1, 4])
-def test_a_killed_training_goes_on_with_the_same_bits(
-    tmp_path: Path, precision: str, num_replicas: int
-) -> None:
-    setting = make_setting(num_replicas, precision=precision)
-    assert start(tmp_path / "whole", setting) == 0
-    kill = KillRank("on_backward_end", 4, None)
-    assert start(tmp_path / "killed", setting, kill) == -signal.SIGKILL
-    assert start(tmp_path / "killed", setting, Interrupt(2, 0)) == 0
-    assert start(tmp_path / "killed", setting) == 0
-    assert_same(read_bits(tmp_path / "killed"), read_bits(tmp_path / "whole"))
 
 
 def test_the_level_is_elastic_with_deterministic_algorithms_only(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import linecache
 import os
-import subprocess
+import runpy
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.optim import lr_scheduler
 import helios
 from helios.errors import RunMismatchError
 from tests.integration.test_declared_params import Data
+from tests.support.scripts import call
 
 
 @dataclasses.dataclass
@@ -112,19 +114,8 @@ L = lr_scheduler
 SETTINGS: list[tuple[Any, Any, str]] = [
     (sgd(), sgd(lr=0.2), "optimizer.lr: 0.1 -> 0.2"),
     (sgd(), sgd(lr=torch.tensor(0.5)), "optimizer.lr: 0.1 -> 0.5"),
-    (sgd(), sgd(weight_decay=0.5), "optimizer.weight_decay: 0 -> 0.5"),
     (groups(lr=1.0), groups(lr=2.0), "optimizer.param_groups.1.lr: 1.0 -> 2.0"),
     (scheduled(L.StepLR, 2), scheduled(L.StepLR, 3), "scheduler.step_size: 2 -> 3"),
-    (
-        scheduled(L.MultiStepLR, [2, 4]),
-        scheduled(L.MultiStepLR, [3, 4]),
-        "scheduler.milestones: {'2': 1, '4': 1} -> {'3': 1, '4': 1}",
-    ),
-    (
-        scheduled(L.OneCycleLR, 0.5, total_steps=9),
-        scheduled(L.OneCycleLR, 0.5, total_steps=12),
-        "scheduler.total_steps: 9 -> 12",
-    ),
     (
         scheduled(L.LambdaLR, functools.partial(decay, rate=0.9)),
         scheduled(L.LambdaLR, functools.partial(decay, rate=0.8)),
@@ -135,7 +126,6 @@ SETTINGS: list[tuple[Any, Any, str]] = [
         nested(4, 0.9),
         "warmup.total_iters, scheduler.schedulers.0.total_iters: 3 -> 4",
     ),
-    (nested(3, 0.9), nested(3, 0.8), "scheduler.schedulers.1.gamma: 0.9 -> 0.8"),
 ]
 
 
@@ -219,25 +209,18 @@ def test_what_training_has_changed_is_no_difference(
 def test_a_finished_run_refuses_other_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit(tmp_path, 1, Rated(0.1))
+    data = Folder("/scratch/1/data", 1)
+    fit(tmp_path, 1, Rated(0.1), data)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     for options in ({}, {"allow_changes": ("optimizer",)}):
         with pytest.raises(RunMismatchError) as raised:
-            fit(tmp_path, 1, Rated(0.2), **options)
+            fit(tmp_path, 1, Rated(0.2), data, **options)
         for word in ("optimizer.lr, model.lr: 0.1 -> 0.2", "save_name", "resume='never'"):
             assert word in str(raised.value)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
     capsys.readouterr()
-    fit(tmp_path, 1, Rated(0.1), Folder("/a"))
-    fit(tmp_path, 1, Rated(0.1))
-    assert "RunMismatch" not in capsys.readouterr().err
-
-
-def test_a_folder_that_was_moved_and_other_workers_are_no_difference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(tmp_path, 1, Model(), Folder("/scratch/1/data", 1))
-    fit(tmp_path, 1, Model(), Folder("/scratch/2/data", 0))
+    # A folder that was moved, and other workers, are no difference.
+    fit(tmp_path, 1, Rated(0.1), Folder("/scratch/2/data", 0))
     assert said(capsys) == []
 
 
@@ -284,18 +267,14 @@ STEP = "Net.train_step() has other code"
 _NEW = "    def on_fit_end(self): pass\n\n    def test_step"
 EDITS: list[tuple[str, str, list[str]]] = [
     ("weight = 1 if", "weight = 1.0 if", [STEP]),
-    ("weight = 1 if", "weight = True if", [STEP]),
     ("{1, 2}", "{1, 3}", [STEP]),
     ("{1, 2}", "{2, 1}", []),
     ("@scaled(0.5)", "@scaled(0.25)", [STEP]),
-    ("    @scaled(0.5)\n", "", [STEP]),
     ("* factor", "/ factor", [STEP]),
     ("    def test_step", _NEW, ["Net.on_fit_end() has other code"]),
-    ("def test_step", "def predict_step", []),
     ('{"error": (1.0, 1)}', '{"error": (2.0, 1)}', []),
     ("state):", 'state):\n        """A step."""', []),
     ("def scaled", "# A comment.\n\n\ndef scaled", []),
-    ("params = helios", "params = \\\n            helios", []),
     ("batch_size=2, shuffle=True", "\n            batch_size=2,\n            shuffle=True,\n", []),
 ]
 
@@ -338,24 +317,22 @@ def test_a_finished_run_warns_of_code_in_a_script_and_refuses_it_in_a_notebook(
     assert said(capsys) == [f"{STEP}, in an edited cell"]
 
 
+def _start_script() -> None:
+    path = Path(sys.argv[1])
+    os.chdir(path.parent)
+    runpy.run_path(str(path), run_name="__main__")
+
+
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_script_that_was_killed_and_edited_says_so(nproc: int, tmp_path: Path) -> None:
-    end = f"if __name__ == '__main__':\n    main(6, 'runs', num_replicas=2, nproc={nproc})\n"
-    edited = SCRIPT.replace("{1, 2}", "{1, 3}").replace("lr=0.01", "lr=0.02")
-    outputs = []
-    for text, words in ((SCRIPT, ["kill"]), (SCRIPT, ["kill"]), (edited, [])):
-        (tmp_path / "train.py").write_text(f"{text}\n{end}")
-        done = subprocess.run(
-            [sys.executable, "train.py", *words],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(Path(helios.__file__ or "").parents[1])},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        outputs.append(done.stderr)
-    assert STEP not in outputs[1]
-    assert done.returncode == 0, outputs[2]
-    assert outputs[2].count(STEP) == 1
-    assert outputs[2].count("optimizer.lr: 0.01 -> 0.02 in setup()") == 1
+def test_a_script_that_was_killed_and_edited_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    end = "if __name__ == '__main__':\n    main(6, 'runs', num_replicas=2)\n"
+    path.write_text(f"{SCRIPT}\n{end}")
+    assert call(_start_script, path, "kill").returncode == -signal.SIGKILL
+    killed_again = call(_start_script, path, "kill")
+    assert STEP not in killed_again.stderr
+    path.write_text(path.read_text().replace("{1, 2}", "{1, 3}").replace("lr=0.01", "lr=0.02"))
+    done = call(_start_script, path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(STEP) == 1
+    assert done.stderr.count("optimizer.lr: 0.01 -> 0.02 in setup()") == 1

@@ -73,7 +73,6 @@ class Teller(Quiet):
 
     def __init__(self, event: str = "", act: Callable[[], None] = lambda: None) -> None:
         super().__init__("teller")
-        self.num_told = 0
         if event:
             setattr(self, event, lambda *args: act())
 
@@ -279,19 +278,11 @@ def _resumed(log: list[str]) -> PipelineHooks:
     return hooks
 
 
-_UNITS = {
-    "iteration": {"train_unit": "iteration", "total_steps": 5},
-    "epoch": {"train_unit": "epoch", "total_steps": 2},
-}
-
-
 @pytest.mark.shows("R44")
-@pytest.mark.parametrize("unit", _UNITS)
-def test_an_interruption_leaves_all_scopes_and_a_restart_enters_them_again(
-    unit: str, tmp_path: Path
-) -> None:
+def test_an_interruption_leaves_all_scopes_and_a_restart_enters_them_again(tmp_path: Path) -> None:
     """on_loop and the epoch under way say that they were resumed."""
-    options = {**_UNITS[unit], "chkpt_root": tmp_path, "chkpt_frequency": 100}
+    options = {"train_unit": "epoch", "total_steps": 2}
+    options |= {"chkpt_root": tmp_path, "chkpt_frequency": 100}
     log: list[str] = []
     trainer = make_trainer(_interrupt_at(1), _resumed(log), **options)
     assert trainer.fit(Linear(), Numbers(3)) is False
@@ -303,8 +294,8 @@ def test_an_interruption_leaves_all_scopes_and_a_restart_enters_them_again(
     first, later = ["step( 0/0/2", "step) 0/0/2"], ["step( 1/0/2", "step) 1/0/2"]
     assert log == [
         *("loop( 0/0/2 resumed", "epoch( 0/0/2 resumed", *first, "epoch) 0/0/2 resumed"),
-        *("epoch( 1/0/2", *later * (2 if unit == "iteration" else 3), "epoch) 1/0/2"),
-        "loop) {} resumed".format("1/0/2" if unit == "iteration" else "2/0/2"),
+        *("epoch( 1/0/2", *later * 3, "epoch) 1/0/2"),
+        "loop) 2/0/2 resumed",
     ]
 
 
@@ -401,9 +392,6 @@ def test_the_objects_of_the_run_are_seen() -> None:
     assert seen["batch("] == seen["batch)"] == [*training, *validation]
     assert seen["update("] == seen["update)"] == training
     assert seen["loop)"] == [[*fixed, (Phase.TRAINING, 3, 2)]]
-    hooks, seen = watch(lambda ctx: (ctx.max_epoch, ctx.max_step), "on_loop")
-    make_trainer(hooks, train_unit="epoch", total_steps=2).fit(model, data)
-    assert seen["loop("] == [(2, None)]
     hooks, seen = watch(lambda ctx: (ctx.max_epoch, ctx.max_step), "on_loop")
     both = helios.Trainer(
         max_epochs=2, max_steps=3, use_cpu=True, print_banner=False, plugins=[hooks]

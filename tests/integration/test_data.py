@@ -1,152 +1,50 @@
-"""Data as users bring it, through whole runs: samplers, foreign loaders, workers, odd sizes.
-
-What resumes is restarted from every checkpoint and compared on bits; what cannot resume is refused
-where checkpoints are asked for.
-"""
+"""Samplers as users bring them, through whole runs that are restarted from every checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 import helios
 from helios.data.samplers import ResumableSampler
-from helios.errors import ArgumentError
 from tests.data.datasets import join
-from tests.support.resume import copy_checkpoint, iteration_of, restarts_of
+from tests.support.resume import resume_everywhere
 from tests.support.runs import (
     NUM_SAMPLES,
     IndexData,
+    IndexModule,
     Setting,
-    SmallModel,
-    digest,
     noisy_collate,
+    train,
 )
 
-_SETTING = Setting(scheduler="none")
 
+class SampledModule(IndexModule):
+    """Training data with a sampler of the user's."""
 
-class Data(helios.DataModule):
-    """A training set with the options under test; ``loader`` takes the place of both."""
-
-    def __init__(self, dataset: Any, loader: Any = None, **options: Any) -> None:
-        super().__init__()
-        self.dataset, self.loader, self.options = dataset, loader, options
+    def __init__(self, setting: Setting, make: Callable[[], dict[str, Any]]) -> None:
+        super().__init__(setting)
+        self.make = make
 
     def setup(self) -> None:
-        if self.loader is None:
-            options = {"collate_fn": noisy_collate, **self.options}
-            params = helios.DataLoaderParams(**options)
-            self._train_dataset = self._create_dataset(self.dataset, params)
-
-    def train_dataloader(self) -> Any:
-        return super().train_dataloader() if self.loader is None else (self.loader, None)
+        super().setup()
+        params = helios.DataLoaderParams(
+            collate_fn=noisy_collate, num_workers=self.setting.num_workers, **self.make()
+        )
+        self._train_dataset = self._create_dataset(IndexData(), params)
 
 
-def fit(data: Data, folder: Path | None = None, **options: Any) -> SmallModel:
-    """Train eight steps, with a checkpoint after each where there is a folder."""
-    given = {"train_unit": "iteration", "total_steps": 8, "random_seed": 5}
-    if folder is not None:
-        given |= {"chkpt_root": folder, "chkpt_frequency": 1}
-    given |= {"use_cpu": True, "print_banner": False}
-    model = SmallModel(_SETTING)
-    helios.Trainer(**{**given, **options}).fit(model, data)
-    return model
-
-
-def ids_of(model: SmallModel) -> list[list[int]]:
-    """Return the samples of each batch."""
-    return [ids for _, (ids, _) in sorted(model.records.items())]
-
-
-def check_resumes(make_data: Callable[[], Data], folder: Path, **options: Any) -> SmallModel:
-    """Restart from the checkpoints, and compare ids, losses and weights on bits."""
-    whole = fit(make_data(), folder / "whole", **options)
-    weights = digest(whole.discovery.capture()["objects"])
-    checkpoints = sorted((folder / "whole").glob("*/*.pth"))
-    unfinished = sorted(checkpoints, key=iteration_of)[:-1]
-    assert len(unfinished) >= 2
-    for path in restarts_of(unfinished):
-        number = iteration_of(path)
-        root = copy_checkpoint(path, folder / f"from-{number}")
-        resumed = fit(make_data(), root, **options)
-        tail = {n: record for n, record in whole.records.items() if n > number}
-        assert resumed.records == tail, f"resumed after iteration {number}"
-        assert digest(resumed.discovery.capture()["objects"]) == weights
-    return whole
-
-
-class Stream(IterableDataset):
-    """Samples that come one after another, with noise."""
-
-    def __iter__(self) -> Iterator[Any]:
-        data = IndexData(10)
-        return (data[index] for index in range(10))
-
-
-def test_a_stream_with_checkpoints_is_refused(tmp_path: Path) -> None:
-    message = (
-        r"neither seek nor be saved.* give the Stream state_dict and load_state_dict, with "
-        r"num_workers=0, .* pass chkpt_frequency=None"
-    )
-    with pytest.raises(ArgumentError, match=message):
-        fit(Data(Stream(), batch_size=4), tmp_path)
-    assert not list(tmp_path.rglob("*.pth"))
-
-
-class StatefulStream(Stream):
-    """The same with a position."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        data = IndexData(10)
-        while self.position < 10:
-            self.position += 1
-            yield data[self.position - 1]
-        self.position = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.position = state_dict["position"]
-
-
-@pytest.mark.shows("S65")
-@pytest.mark.parametrize("unit", ["iteration", "epoch"])
-def test_a_stream_with_state_resumes_from_every_step(unit: str, tmp_path: Path) -> None:
-    options = {"train_unit": unit, "total_steps": 8 if unit == "iteration" else 4}
-    whole = check_resumes(lambda: Data(StatefulStream(), batch_size=4), tmp_path, **options)
-    assert ids_of(whole)[:6] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2
-
-
-@pytest.mark.shows("S65")
-def test_a_stream_with_state_behind_workers_names_the_loader_that_resumes(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"torchdata\.stateful_dataloader\.StatefulDataLoader"):
-        fit(Data(StatefulStream(), batch_size=4, num_workers=1), tmp_path)
-
-
-def _plain_loader() -> DataLoader[Any]:
-    return DataLoader(IndexData(), batch_size=4, shuffle=True, collate_fn=noisy_collate)
-
-
-def test_a_loader_of_the_users_own_with_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"self\.create_dataset\(dataset, batch_size="):
-        fit(Data(None, _plain_loader()), tmp_path)
-    assert not list(tmp_path.rglob("*.pth"))
+def resume(folder: Path, make: Callable[[], dict[str, Any]], **more: Any) -> list[list[int]]:
+    """Restart a run from its checkpoints; returns the samples of each batch."""
+    setting = Setting(make_data=partial(SampledModule, make=make), **more)
+    whole = resume_everywhere(lambda root: train(root, setting), folder)
+    return [ids for ids, _ in whole.records.values()]
 
 
 class EvenFirst(ResumableSampler):
@@ -165,12 +63,9 @@ class EvenFirst(ResumableSampler):
 
 @pytest.mark.shows("H11", "L17")
 def test_a_users_sampler_resumes_exactly(tmp_path: Path) -> None:
-    whole = check_resumes(
-        lambda: Data(IndexData(), batch_size=4, sampler=EvenFirst()), tmp_path, total_steps=12
-    )
-    first = join(ids_of(whole)[:5])
-    assert first[:11] == list(range(0, NUM_SAMPLES, 2))
-    assert join(ids_of(whole)[5:10])[:11] == list(range(1, NUM_SAMPLES, 2))
+    ids = resume(tmp_path, lambda: {"batch_size": 4, "sampler": EvenFirst()}, total_steps=12)
+    assert join(ids[:5])[:11] == list(range(0, NUM_SAMPLES, 2))
+    assert join(ids[5:10])[:11] == list(range(1, NUM_SAMPLES, 2))
 
 
 class Wrapped(Sampler[int]):
@@ -200,15 +95,12 @@ def _drawn_with_replacement() -> Any:
 
 
 @pytest.mark.shows("S66")
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("make", [_stock_batches, _drawn_with_replacement])
+@pytest.mark.parametrize(
+    ("make", "num_workers"), [(_stock_batches, 0), (_drawn_with_replacement, 2)]
+)
 def test_a_stock_sampler_with_a_generator_of_its_own_resumes_exactly(
     make: Callable[[], Any], num_workers: int, tmp_path: Path
 ) -> None:
-    def data() -> Data:
-        return Data(IndexData(), batch_sampler=make(), num_workers=num_workers)
-
-    whole = check_resumes(data, tmp_path, total_steps=14, chkpt_frequency=3 if num_workers else 1)
-    first, second = ids_of(whole)[:6], ids_of(whole)[6:12]
-    assert first != second
+    more = {"num_workers": num_workers, "chkpt_frequency": 3 if num_workers else 1}
+    ids = resume(tmp_path, lambda: {"batch_sampler": make()}, **more)
+    assert ids[:6] != ids[6:12]

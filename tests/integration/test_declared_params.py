@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import enum
 import json
-import logging
 import math
 import os
 import shutil
@@ -88,39 +87,30 @@ def base() -> dict[str, Any]:
         "lr": 3e-3,
         "epochs": 3,
         "amp": False,
-        "note": None,
         "color": Color.RED,
         "layers": [1, 2, 3],
-        "betas": (0.9, 0.999),
         "tags": {"b", "a"},
         "root": Path("data"),
         "dtype": torch.float32,
         "act": nn.ReLU,
-        "init": nn.init.zeros_,
         "net": Net(),
         "opt": {"kind": "sgd", "group": {"lr": 1.0}},
         "blocks": [{"width": 4}, {"width": 8}],
         "space": types.SimpleNamespace(low=0, high=math.inf),
         "ids": list(range(1000)),
-        "text": "x" * 2000,
         "flag": "1",
         "nothing": math.nan,
-        "yaml": {"a": {"b": [1, {"c": 2}]}},
     }
 
 
 CHANGES: list[tuple[str, Any, str]] = [
     ("lr", 1e-3, "params.lr: 0.003 -> 0.001"),
-    ("amp", True, "params.amp: False -> True"),
-    ("note", "None", "params.note: None -> 'None'"),
     ("color", Color.BLUE, "params.color: 'Color.RED' -> 'Color.BLUE'"),
     ("layers", [1, 3, 2], "params.layers: [1, 2, 3] -> [1, 3, 2]"),
-    ("betas", (0.9, 0.99), "params.betas: [0.9, 0.999] -> [0.9, 0.99]"),
     ("tags", {"a"}, "params.tags: ['a', 'b'] -> ['a']"),
     ("root", Path("b"), "params.root: 'data' -> 'b'"),
     ("dtype", torch.bfloat16, "params.dtype: 'torch.float32' -> 'torch.bfloat16'"),
     ("act", nn.GELU, "params.act: 'torch.nn.modules.activation.ReLU' -> 'torch.nn"),
-    ("init", nn.init.ones_, "params.init: 'torch.nn.init.zeros_' -> 'torch.nn.init.ones_'"),
     ("net", Net(16), "params.net.width: 8 -> 16"),
     ("opt", {"kind": "sgd", "group": {"lr": 2.0}}, "params.opt.group.lr: 1.0 -> 2.0"),
     (
@@ -129,10 +119,8 @@ CHANGES: list[tuple[str, Any, str]] = [
         "params.blocks: [{'width': 4}, {'width': 8}] -> [{'width': 4}, {'width': 9}]",
     ),
     ("ids", list(range(1, 1001)), "params.ids: 'list of "),
-    ("text", "x" * 2000 + "y", "params.text: 'str of 2002 characters ("),
     ("flag", 1, "params.flag: '1' -> 1"),
     ("nothing", 0.0, "params.nothing: nan -> 0.0"),
-    ("yaml", {"a": {"b": [1, {"c": 3}]}}, "params.yaml.a.b: [1, {'c': 2}] -> [1, {'c': 3}]"),
 ]
 
 
@@ -168,21 +156,7 @@ def test_equal_values_in_another_form_do_not_stop_a_run(begun: Path, tmp_path: P
     assert fit(tmp_path, 4, dict(reversed(same.items()))) == [4]
 
 
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        (["a"], '("params.a",)'),
-        (["a", "b"], '("params.a", "params.b")'),
-    ],
-)
-def test_the_remedy_can_be_pasted(names: list[str], text: str, tmp_path: Path) -> None:
-    fit(tmp_path, 1, dict.fromkeys(names, 0), ledger="off")
-    with pytest.raises(RunMismatchError) as raised:
-        fit(tmp_path, 2, dict.fromkeys(names, 1), ledger="off")
-    assert f"Trainer(allow_changes={text})" in str(raised.value)
-
-
-@pytest.mark.parametrize("allowed", ["params", "params.lr", "params.opt", "params.opt.lr"])
+@pytest.mark.parametrize("allowed", ["params", "params.lr", "params.opt"])
 def test_an_allowed_change_goes_on_and_is_recorded(
     allowed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,18 +216,6 @@ def test_stages_that_a_run_has_passed_may_differ_where_it_is_allowed(
         script()
 
 
-def test_a_killed_script_in_stages_goes_on(tmp_path: Path) -> None:
-    fit(tmp_path, 2, {"lr": 0.1})
-    fit(tmp_path, 5, {"lr": 0.2}, allow_changes=("params",))
-    # As a kill leaves it: no mark of an end.
-    newest = max((tmp_path / "line").glob("*_iter_*.pth"), key=lambda path: path.stem[-1])
-    for path in (newest, newest.with_suffix(".json")):
-        path.unlink()
-    assert fit(tmp_path, 2, {"lr": 0.1}, allow_changes=("params",)) == []
-    assert newest_options(tmp_path)["params"] == {"lr": 0.2}
-    assert fit(tmp_path, 5, {"lr": 0.2}, allow_changes=("params",)) == [5]
-
-
 def test_a_name_on_one_side_stops_nothing(tmp_path: Path) -> None:
     fit(tmp_path, 2, {"lr": 0.1, "old": 1})
     assert fit(tmp_path, 4, {"lr": 0.1, "new": 2}) == [3, 4]
@@ -295,7 +257,6 @@ def test_any_mapping_is_taken(tmp_path: Path) -> None:
     ("given", "text"),
     [
         (3, "got int"),
-        ([1], "got list"),
         ({"a": {"b": nn.Linear(1, 1)}}, "got a Linear in params.a.b"),
         ({"a": [1, torch.zeros(1)]}, "got a list in params.a"),
     ],
@@ -306,14 +267,7 @@ def test_what_is_not_plain_is_refused_with_its_name(given: Any, text: str) -> No
     assert text in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["params.rl", "params.", "parms.lr", 3])
+@pytest.mark.parametrize("name", ["params.rl", "parms.lr"])
 def test_a_typo_in_allow_changes_is_refused(name: Any, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="allow_changes"):
         fit(tmp_path, 1, {"lr": 0.1}, allow_changes=(name,))
-
-
-def test_nothing_declared_changes_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(tmp_path, 1)
-    with caplog.at_level(logging.INFO, logger="helios"):
-        fit(tmp_path, 2)
-    assert "params" not in caplog.text

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from helios.state import TrainingState
 from helios.storage.folder_lock import LOCK_NAME
 from tests.support import faults
 from tests.support.faults import Faults, make_store
-from tests.support.kills import outcome_of, run_in_child
 from tests.support.quiet import Quiet
 from tests.support.resume import assert_equal
 from tests.support.runs import Outcome, Setting, train
@@ -37,19 +35,17 @@ def make_setting(mode: str, **more: Any) -> Setting:
     return Setting(total_steps=_NUM_STEPS, chkpt_frequency=2, valid_frequency=None, options=options)
 
 
-class At(Quiet):
-    """Does something to the disk at the ends of some iterations, when no save is in flight."""
+class DeleteAt(Quiet):
+    """Deletes a folder at the end of an iteration, when no save is in flight."""
 
-    unsaved = ("actions",)
-
-    def __init__(self, actions: dict[int, Callable[[], object]]) -> None:
-        super().__init__("at")
-        self.actions = actions
+    def __init__(self, iteration: int, folder: Path) -> None:
+        super().__init__("delete-at")
+        self.iteration, self.folder = iteration, folder
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        if state.global_iteration in self.actions:
+        if state.global_iteration == self.iteration:
             faults.join_writer()
-            self.actions[state.global_iteration]()
+            shutil.rmtree(self.folder)
 
 
 @pytest.fixture(scope="module")
@@ -124,37 +120,12 @@ def test_a_full_disk_keeps_the_old_checkpoints_and_the_training_goes_on(
 
 
 @pytest.mark.shows("S37")
-def test_a_limit_of_the_size_of_files_is_borne_like_a_full_disk(
-    whole: Outcome, tmp_path: Path
-) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    limits = At(
-        {
-            5: lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard)),
-            9: lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)),
-        }
-    )
-    folder = tmp_path / "run"
-
-    def work() -> Outcome:
-        plugin = Faults()
-        outcome = train(folder, make_setting("async"), plugin, limits)
-        assert len(refusals(plugin)) == 2
-        assert all("File too large" in text for text in refusals(plugin))
-        return outcome
-
-    assert run_in_child(work, folder.with_suffix(".outcome")) == 0
-    assert_equal(outcome_of(folder), whole, since=0)
-    check_sound(folder, [2, 4, 10, 12])
-
-
-@pytest.mark.shows("S37")
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_folder_deleted_between_saves_is_made_again_aloud(
     mode: str, whole: Outcome, tmp_path: Path
 ) -> None:
     folder, plugin = tmp_path / "run", Faults()
-    delete = At({5: lambda: shutil.rmtree(folder)})
+    delete = DeleteAt(5, folder)
     assert_equal(train(folder, make_setting(mode), plugin, delete), whole, since=0)
     (text,) = besides_the_ledger(plugin)
     assert text.startswith(f"WARNING The folder {folder / 'small'} disappeared during the run")

@@ -170,8 +170,9 @@ def make(root: Path | None, *plugins: Plugin, epochs: int = EPOCHS, **options: A
     return trainer
 
 
-@pytest.mark.parametrize("call", ["test", "validate", "predict"])
-@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize(
+    ("call", "is_killed"), [("test", True), ("validate", False), ("predict", True)]
+)
 def test_a_hook_of_an_evaluation_finds_the_state_of_the_checkpoint(
     call: str, is_killed: bool, tmp_path: Path
 ) -> None:

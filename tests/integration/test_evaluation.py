@@ -1,46 +1,23 @@
-"""Validate, test and predict: the newest checkpoint, no trace (H54-H57, K31, K32)."""
+"""Evaluations without a checkpoint: modes, weights of the model's own, no data."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import helios
 from helios.plugins import Plugin
-from tests.support.runs import EventLog, IndexModule, Setting, SmallModel, train
+from tests.support.runs import EventLog, IndexModule, Setting, SmallModel
 
 _SETTING = Setting(total_steps=6)
 
 
-def _trainer(folder: Path | None, *plugins: Plugin, **options: Any) -> helios.Trainer:
-    return helios.Trainer(
-        chkpt_root=folder, use_cpu=True, print_banner=False, plugins=plugins, **options
-    )
-
-
-@pytest.mark.shows("L34")
-def test_predictions_come_in_the_order_of_the_data(tmp_path: Path) -> None:
-    train(tmp_path, _SETTING)
-    found = _trainer(tmp_path).predict(SmallModel(_SETTING), IndexModule(_SETTING))
-    assert [ids.tolist() for ids in found] == [[0, 1, 2, 3], [4, 5]]
-
-
-@pytest.mark.shows("H56", "L1")
-def test_every_evaluation_loads_the_newest_checkpoint(tmp_path: Path) -> None:
-    outcome = train(tmp_path, _SETTING)
-    for call in ("validate", "test", "predict"):
-        model = SmallModel(_SETTING)
-        getattr(_trainer(tmp_path), call)(model, IndexModule(_SETTING))
-        trained = outcome.model["objects"]["net"]
-        for name, weight in model.net.state_dict().items():
-            assert weight.equal(trained[name]), (call, name)
+def _trainer(*plugins: Plugin) -> helios.Trainer:
+    return helios.Trainer(use_cpu=True, print_banner=False, plugins=plugins)
 
 
 @pytest.mark.shows("H55", "L33", "C18")
-def test_evaluation_mode_comes_before_the_start_event(tmp_path: Path) -> None:
+def test_evaluation_mode_comes_before_the_start_event() -> None:
     """C5; and each submodule gets its own mode back (L33)."""
     modes: list[tuple[str, bool]] = []
 
@@ -58,7 +35,7 @@ def test_evaluation_mode_comes_before_the_start_event(tmp_path: Path) -> None:
             modes.append(("end", self.net.training))
             modes.append(("frozen part", self.net[1].training))
 
-    _trainer(None).test(Watching(_SETTING), IndexModule(_SETTING), checkpoint=None)
+    _trainer().test(Watching(_SETTING), IndexModule(_SETTING), checkpoint=None)
     assert modes == [("start", False), ("end", True), ("frozen part", False)]
 
 
@@ -70,7 +47,7 @@ def test_without_a_checkpoint_the_model_loads_its_own_weights() -> None:
         def load_for_testing(self) -> None:
             called.append(1)
 
-    _trainer(None).test(Loading(_SETTING), IndexModule(_SETTING))
+    _trainer().test(Loading(_SETTING), IndexModule(_SETTING))
     assert called == [1]
 
 
@@ -81,6 +58,6 @@ def test_no_data_is_no_error_and_no_event() -> None:
             return
 
     log = EventLog()
-    assert _trainer(None, log).test(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None)
+    assert _trainer(log).test(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None)
     assert log.events == [("teardown",)]
-    assert _trainer(None).predict(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None) == []
+    assert _trainer().predict(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None) == []

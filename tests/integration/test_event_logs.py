@@ -14,7 +14,6 @@ from tests.support.event_situations import (
     everything,
     golden_log,
     golden_log_of_exceptions,
-    lines_after_exception,
     lines_of,
     situations,
 )
@@ -30,7 +29,7 @@ def told_in(name: str) -> list[str]:
     return [line.name for line in lines_of(name)]
 
 
-@pytest.mark.shows("H35", "H55", "K6", "K14", "K31", "K32", "R41")
+@pytest.mark.shows("H35", "H55", "K6", "K14", "K31", "K32", "K37", "L19", "R41")
 @pytest.mark.parametrize("name", situations())
 def test_a_run_tells_what_its_golden_log_says(name: str) -> None:
     """Every event, receiver and counter."""
@@ -78,32 +77,10 @@ HAND = {
 
 
 @pytest.mark.shows(
-    "H32",
-    "H33",
-    "H34",
-    "H52",
-    "H54",
-    "K7",
-    "K8",
-    "K10",
-    "K12",
-    "K15",
-    "K16",
-    "K17",
-    "K22",
-    "K23",
-    "K24",
-    "K25",
-    "K26",
-    "K27",
-    "K28",
-    "K29",
-    "K30",
-    "K38",
-    "C3",
-    "C5",
-    "C10",
-    "C13",
+    "H32", "H33", "H34", "H52", "H54", "K7", "K8", "K10", "K12", "K15", "K16", "K17", "K22"
+)
+@pytest.mark.shows(
+    "K23", "K24", "K25", "K26", "K27", "K28", "K29", "K30", "K38", "C3", "C5", "C10", "C13"
 )
 @pytest.mark.parametrize("name", HAND)
 def test_a_run_tells_what_was_written_down_by_hand(name: str, tmp_path: Path) -> None:
@@ -160,35 +137,3 @@ def test_everybody_in_an_events_row_hears_it_in_the_order_of_the_row(name: str) 
         if line.name in EVENTS:
             expected = letters_of(EVENTS[line.name])
             assert line.letters == expected or (left and line.letters == "QP"), line
-
-
-@pytest.mark.shows("K34", "R40")
-@pytest.mark.parametrize("event", EVENTS)
-def test_after_an_exception_only_the_ways_out_are_told(event: str) -> None:
-    """No end of a scope, not the end of fit; modes are restored."""
-    told = [line.name for line in lines_after_exception(event)]
-    ways_out = ["on_exception", "model.train", "engine.teardown", "teardown"]
-    assert told[0] == event
-    rest = [name for name in told[1:] if name != event]
-    assert rest == [name for name in ways_out if name in rest]
-    assert told[-1] == "teardown"
-
-
-@pytest.mark.shows("K26", "K38", "C3")
-@pytest.mark.parametrize(
-    ("resumed", "following"),
-    [
-        ("resume_in_mid_epoch_by_epochs", "on_training_step_start"),
-        ("resume_in_mid_epoch_by_steps", "on_training_step_start"),
-        ("resume_behind_a_validation", "should_training_stop"),
-        ("resume_at_an_epochs_end_by_epochs", "should_training_stop"),
-        ("resume_at_an_epochs_end_by_steps", "on_training_epoch_end"),
-    ],
-)
-def test_a_resume_goes_on_behind_the_safe_point(resumed: str, following: str) -> None:
-    told = told_in(resumed)
-    assert told[told.index("on_training_resume") + 1] == following
-    starts = told.count("on_training_epoch_start")
-    ends = told.count("on_training_epoch_end")
-    is_between_epochs = resumed == "resume_at_an_epochs_end_by_epochs"
-    assert ends - starts == (0 if is_between_epochs else 1)

@@ -59,6 +59,7 @@ def assert_equal(found: dict[str, str], expected: dict[str, str]) -> None:
 
 
 @pytest.mark.shows("L46")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", _SPREAD)
 def test_what_users_extend_has_the_same_bits_on_any_number_of_processes(
     name: str, tmp_path: Path
@@ -78,6 +79,7 @@ def test_what_needs_a_process_for_each_replica_has_the_same_bits_after_kills(
 
 
 @pytest.mark.shows("L46")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_what_users_extend_has_the_same_bits_after_kills(name: str, tmp_path: Path) -> None:
     run(tmp_path / "whole", name, 1, 1)

@@ -11,7 +11,6 @@ from torch import nn
 
 import helios
 from helios import DataLoaderParams, DataModule, Trainer
-from helios.errors import StateError
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.resume import copy_checkpoint
@@ -55,14 +54,6 @@ class Changing(helios.Model):
             self.optimizer.state.clear()
         if state.global_iteration == 5:
             self.net.register_buffer("seen", torch.ones(1))
-
-
-class Pruning(Changing):
-    """Replaces a layer."""
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
-        if state.global_iteration == 3:
-            self.net.conv = nn.Conv2d(1, 2, 2)
 
 
 class Data(DataModule):
@@ -122,13 +113,3 @@ def test_what_training_makes_of_tensors_resumes_everywhere(
             folder = copy_checkpoint(path, tmp_path / f"resumed-{number}")
             assert train_to_end(folder, Changing(), num_replicas) == whole, path.stem
     assert "incomplete" not in caplog.text
-
-
-@pytest.mark.shows("S51")
-def test_what_no_resume_can_make_again_is_refused_at_the_save(tmp_path: Path) -> None:
-    with pytest.raises(
-        StateError, match=r"match what setup\(\) creates.*optimizer \(updates what no"
-    ):
-        train_to_end(tmp_path, Pruning())
-    (*_, last) = sorted(tmp_path.glob("*/*.pth"))
-    assert "_iter_2" in last.stem

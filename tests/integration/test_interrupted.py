@@ -15,7 +15,7 @@ import pytest
 
 import helios
 from helios.plugins import Plugin
-from tests.support.runs import IndexModule, Setting, SmallModel, digest
+from tests.support.runs import IndexModule, Setting, SmallModel
 from tests.support.signals import run_forked
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
@@ -65,12 +65,6 @@ def fit(trainer: helios.Trainer, name: str = "small") -> bool:
     return trainer.fit(SmallModel(Setting(), name), IndexModule(Setting()))
 
 
-def weights(folder: Path, name: str) -> str:
-    path = helios.find_last_checkpoint(folder / name)
-    assert path is not None
-    return digest(helios.load_checkpoint(path)["model"])
-
-
 def forked(work: Callable[[], Any]) -> int:
     """Run work as a script of its own; returns its exit code, 0 if it comes to its end."""
 
@@ -79,21 +73,6 @@ def forked(work: Callable[[], Any]) -> int:
         return 0
 
     return run_forked(script)
-
-
-def test_an_interrupted_fit_ends_the_loop_around_it_and_the_next_start_goes_on(
-    tmp_path: Path,
-) -> None:
-    def sweep(folder: Path, *plugins: Plugin) -> None:
-        for name in ("a", "b"):
-            assert fit(make(folder, *plugins), name)
-
-    assert forked(lambda: sweep(tmp_path / "whole")) == 0
-    assert forked(lambda: sweep(tmp_path / "cut", Sends(STEP, INT))) == 75
-    assert not (tmp_path / "cut" / "b").exists()
-    assert forked(lambda: sweep(tmp_path / "cut")) == 0
-    for name in ("a", "b"):
-        assert weights(tmp_path / "cut", name) == weights(tmp_path / "whole", name)
 
 
 @pytest.mark.shows("S12")
@@ -176,13 +155,9 @@ def test_in_an_interactive_session_it_is_a_keyboard_interrupt_and_the_next_call_
     assert forked(work) == 0
 
 
-@pytest.mark.parametrize("number", [INT, TERM])
 @pytest.mark.parametrize(
-    ("call", "event"),
-    [
-        (_test, "on_testing_batch_end"),
-        (_validate, "on_validation_batch_end"),
-    ],
+    ("call", "event", "number"),
+    [(_test, "on_testing_batch_end", INT), (_validate, "on_validation_batch_end", TERM)],
 )
 def test_an_evaluation_ends_after_its_batch(
     call: Callable[[helios.Trainer], object], event: str, number: int, tmp_path: Path

@@ -5,21 +5,19 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import TensorDataset
 
 import helios
 from helios.checkpoint.store import CheckpointStore
 from helios.listeners import Recorder, RunListener
-from helios.plugins import Plugin
 from helios.start import training
 from helios.state import TrainingState
+from tests.support.event_logs import Numbers, ScoringLinear
 from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 
@@ -79,29 +77,6 @@ def has_group() -> bool:
     return torch.distributed.is_initialized()
 
 
-class Net(helios.Model):
-    def __init__(self) -> None:
-        super().__init__("net")
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = torch.nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
-        return self.net(batch[0]).square().mean()
-
-    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Tensor, int]]:
-        return {"score": (batch[0].sum(), len(batch[0]))}
-
-
-class Numbers(helios.DataModule):
-    def setup(self) -> None:
-        numbers = TensorDataset(torch.arange(16.0).unsqueeze(1))
-        params = helios.DataLoaderParams(batch_size=2)
-        self._train_dataset = self._create_dataset(numbers, params)
-        self._valid_dataset = self._create_dataset(numbers, params)
-
-
 class Happening(Quiet):
     """An error after a step."""
 
@@ -120,8 +95,6 @@ def fit(
     steps: int = STEPS,
     fails_after: int = 0,
     is_async: bool = True,
-    plugins: Sequence[Plugin] = (),
-    **rest: Any,
 ) -> None:
     helios.Trainer(
         train_unit="iteration",
@@ -133,9 +106,8 @@ def fit(
         use_cpu=True,
         print_banner=False,
         enable_progress_bar=False,
-        plugins=[Happening(fails_after), *plugins],
-        **rest,
-    ).fit(Net(), Numbers())
+        plugins=[Happening(fails_after)],
+    ).fit(ScoringLinear(), Numbers(8, 8))
 
 
 def listen(patch: pytest.MonkeyPatch, notify: Call) -> list[Any]:

@@ -64,7 +64,7 @@ _KILLED = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cell", _KILLED, ids=str)
 def test_what_training_changed_is_there_again_after_a_kill(cell: Cell, tmp_path: Path) -> None:
     whole = cells.train(cell, tmp_path / "whole")

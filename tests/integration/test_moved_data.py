@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,12 @@ from helios.state import TrainingState
 from tests.support.kills import kill_self
 from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
-from tests.support.scripts import call
 
 # Machines with few processors would have fewer workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 COUNT = 22
 KEPT = 18
-AT_THE_TOP = np.random.default_rng().permutation(COUNT)
-MOVED, UNLIKE_ITSELF = "is not what the run was trained on", "is not reproducible"
+MOVED = "is not what the run was trained on"
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -46,11 +43,6 @@ class Rows(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index + self.shift, float(torch.rand(1)), np.random.random()])
-
-
-class SplitAtTheTop(Rows):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(int(AT_THE_TOP[index]))
 
 
 class Counting(Rows):
@@ -74,25 +66,23 @@ class Drawing(Rows):
         return super().__getitem__(index) * float(self.generator.random())
 
 
-def draw(seed: int | None) -> list[int]:
+def draw(seed: int) -> list[int]:
     return [*map(int, np.random.default_rng(seed).permutation(COUNT))][:KEPT]
 
 
-FORMS: dict[str, Callable[[int | None], Any]] = {
+FORMS: dict[str, Callable[[int], Any]] = {
     "setup": lambda seed: Subset(Rows(), draw(seed)),
-    "top": lambda _: SplitAtTheTop(),
-    "normalization": lambda seed: Rows(shift=float(seed or 0)),
-    "nested": lambda seed: Subset(Subset(Rows(), draw(seed)), range(12)),
+    "normalization": lambda seed: Rows(shift=float(seed)),
 }
 KINDS: dict[str, Callable[[], Any]] = {kind.__name__: kind for kind in (Rows, Counting, Drawing)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Make:
-    """Makes the data of a form; what has no seed draws from one of its own in each start."""
+    """Makes the data of a form."""
 
     form: str
-    seed: int | None
+    seed: int
 
     def __call__(self) -> Any:
         return FORMS[self.form](self.seed)
@@ -156,23 +146,6 @@ def evidence(folder: Path) -> tuple[bytes, bytes]:
     return (folder / "net" / FILE_NAME).read_bytes(), state["weight"].numpy().tobytes()
 
 
-def main() -> None:
-    """Train on data of a form: folder, form, iteration to kill after."""
-    folder, form, kill = sys.argv[1:]
-    train(Path(folder), Data(Make(form, None)), KillAfter(int(kill)))
-
-
-@pytest.mark.parametrize("form", ["setup", "top"])
-def test_a_split_that_each_start_draws_anew_is_named_after_a_kill(
-    tmp_path: Path, form: str
-) -> None:
-    assert call(main, tmp_path, form, 7).returncode == -9
-    found = call(main, tmp_path, form, 0)
-    assert found.returncode == 0
-    assert found.stderr.count(MOVED) == 1
-    assert "iteration 7 (epoch 2" in found.stderr
-
-
 def work(rank: int, folder: Path, seed: int, kill: int, options: dict[str, Any]) -> list[str]:
     """Train in a rank; return what it has logged of warnings and errors."""
     records: list[str] = []
@@ -186,8 +159,8 @@ def work(rank: int, folder: Path, seed: int, kill: int, options: dict[str, Any])
     return records
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_processes_find_it_together(tmp_path: Path, before: int, after: int) -> None:
+def test_processes_find_it_together(tmp_path: Path) -> None:
+    before, after = 3, 2
     with pytest.raises(RankError):
         run_ranks(work, before, tmp_path, 1, 3, {})
     for rank, found in enumerate(
@@ -216,7 +189,6 @@ def resume(
     ("form", "num_workers", "stop"),
     [
         ("setup", 0, 7),
-        ("nested", 0, 7),
         # The first batch of an epoch, and the last one.
         *[("normalization", 2, stop) for stop in (7, 12)],
     ],
@@ -238,8 +210,7 @@ def test_a_start_that_must_be_complete_is_refused(
         resume(caplog, tmp_path, FORMS["setup"], on_incomplete="raise")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize(("kind", "num_replicas"), [("Rows", 3), ("Counting", 1), ("Drawing", 3)])
 def test_the_fetch_leaves_no_trace(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, num_replicas: int
 ) -> None:

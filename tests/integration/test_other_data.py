@@ -123,8 +123,7 @@ def test_another_fingerprint_warns_and_goes_on(
 
 
 @pytest.mark.shows("S60")
-@pytest.mark.parametrize("unit", ["iteration", "epoch"])
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize(("unit", "num_replicas"), [("iteration", 1), ("epoch", 2)])
 def test_a_data_set_that_grows_is_counted_anew_each_epoch(
     unit: str, num_replicas: int, tmp_path: Path
 ) -> None:

@@ -79,11 +79,9 @@ def _bytes(value: Any) -> bytes:
 
 ROWS: dict[str, tuple[Callable[[Net], object] | None, int | None]] = {
     "a network is gone": (lambda net: delattr(net, "spare"), 1),
-    "a scheduler is gone": (lambda net: delattr(net, "scheduler"), 1),
     "what an attribute refers to is gone": (lambda net: net.choices.pop("relu"), 1),
     "a network of a plugin is gone": (None, None),
     "another shape in a network": (lambda net: setattr(net, "spare", nn.Linear(3, 2)), 1),
-    "another shape in a network of a plugin": (None, 2),
 }
 
 

@@ -34,18 +34,13 @@ _STEPS = {
     "accumulation 2": {"accumulation": 2, "total_steps": 8},
     "accumulation 3": {"accumulation": 3, "total_steps": 6},
     "manual": {"is_manual": True},
-    "manual with accumulation": {"is_manual": True, "accumulation": 2, "total_steps": 8},
     "no validation": {"validates": False, "valid_frequency": None},
     "scheduler per epoch": {"scheduler": "epoch"},
     "scheduler on a plateau": {"scheduler": "plateau"},
-    "sequential": {"shuffle": False},
     "partial batches dropped": {"drop_last": True},
     "one batch an epoch": {"batch_size": 22, "total_steps": 4},
-    "batches larger than the data": {"batch_size": 50, "total_steps": 4},
     "early stop": {"early_stop_cycles": 2, "total_steps": 60},
     "clipped by norm": {"options": {"clip_norm": 0.1}},
-    "clipped by value": {"options": {"clip_value": 0.01}},
-    "logged": {"print_frequency": 2},
 }
 
 
@@ -115,19 +110,6 @@ def test_nothing_is_fetched_that_was_trained_on(tmp_path: Path) -> None:
         resumed = train(copy_checkpoint(path, tmp_path / f"from-{since}"), setting)
         expected = [i for n, (ids, _) in whole.records.items() if n > since for i in ids]
         assert resumed.fetched == expected
-
-
-@pytest.mark.parametrize("kills", [2, 3])
-def test_a_run_resumes_again_and_again(kills: int, tmp_path: Path) -> None:
-    setting = Setting(total_steps=17)
-    whole = train(tmp_path / "whole", setting)
-    folder, since = tmp_path / "whole", 0
-    for kill in range(kills):
-        since += 4
-        path = next(folder.glob(f"*/*_iter_{since}.pth"))
-        folder = copy_checkpoint(path, tmp_path / f"kill-{kill}")
-        resumed = train(folder, setting)
-        assert_equal(resumed, whole, since=since)
 
 
 def test_a_raised_total_goes_on_as_if_it_had_never_ended(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import helios
 from helios.errors import SaveError
 from helios.storage.folder_lock import LOCK_NAME
 from tests.support import faults
-from tests.support.faults import DISK_ERRORS, KILLS, KINDS, Fault, Faults, Operation, make_store
+from tests.support.faults import KILLS, KINDS, Fault, Faults, Operation, make_store
 from tests.support.kills import outcome_of, train_in_child
 from tests.support.resume import assert_equal
 from tests.support.runs import Outcome, Setting, train
@@ -182,42 +182,3 @@ def test_each_operation_of_a_save_may_go_wrong_in_every_way(
     mode: str, number: int, wholes: dict[str, Whole], folder: Path
 ) -> None:
     play(folder, mode, wholes, number, None)
-
-
-def raises(
-    folder: Path, mode: str, fault: Fault, error: type[Exception], until: tuple[int, ...]
-) -> None:
-    """Check that a training ends with an error, after one of some iterations."""
-    plugin = Faults(fault, settles=True)
-    setting = make_setting(mode, on_save_error="raise")
-    with faults.nothing_left_open(), pytest.raises(error) as caught:
-        train(folder, setting, plugin)
-    assert not isinstance(caught.value, SaveError)
-    assert plugin.trainer.exit_code == 1
-    assert plugin.trainer.model is not None
-    assert max(plugin.trainer.model.records) in until  # type: ignore[attr-defined]
-    assert any("was NOT saved" in text for text in plugin.told), plugin.told
-
-
-_OTHERS = (*DISK_ERRORS, *faults.OTHERS)
-_TYPES = dict.fromkeys(DISK_ERRORS, OSError) | faults.OTHERS
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", _OTHERS)
-@pytest.mark.parametrize("mode", _MODES)
-def test_an_error_that_is_not_to_be_borne_ends_the_training_at_the_next_safe_point(
-    mode: str, kind: str, wholes: dict[str, Whole], folder: Path
-) -> None:
-    whole = wholes[mode]
-    operations = [o for o in whole.saves[1] if faults.part_of(o, whole.saves[1]) == "commit"]
-    chosen = [operations[len(kind) % len(operations)], operations[3], operations[-1]]
-    for operation in {o.number: o for o in chosen}.values():
-        root = folder / str(operation.number)
-        # The thread may have failed before the boundary at which it was started is over.
-        until = (_SAVES[1], _SAVES[1] + 1) if mode == "async" else (_SAVES[1],)
-        raises(root, mode, Fault(operation.number, kind), _TYPES[kind], until)
-        check_no_rest(root)
-        assert faults.committed(root / "small") == [_SAVES[0]]
-    resumed = train(root, make_setting(mode, on_save_error="raise"), Faults())
-    assert_equal(resumed, whole.outcome, since=_SAVES[0])

@@ -22,8 +22,8 @@ _LENGTHS = (6, 9, 3)
 _NAMES = ("near", "far", "odd")
 
 
-def _pairs(module: IndexModule, count: int, *, named: bool, **options: Any) -> Any:
-    params = helios.DataLoaderParams(batch_size=4, collate_fn=noisy_collate, **options)
+def _pairs(module: IndexModule, count: int, *, named: bool) -> Any:
+    params = helios.DataLoaderParams(batch_size=4, collate_fn=noisy_collate)
     pairs = [module._create_dataset(IndexData(length), params) for length in _LENGTHS[:count]]
     return dict(zip(_NAMES, pairs, strict=False)) if named else pairs
 
@@ -35,11 +35,10 @@ class SeveralModule(IndexModule):
         super().__init__(setting)
         self.count = count
         self.named = named
-        self.worker_options: dict[str, Any] = {}
 
     def setup(self) -> None:
         super().setup()
-        pairs = _pairs(self, self.count, named=self.named, **self.worker_options)
+        pairs = _pairs(self, self.count, named=self.named)
         self._valid_dataset = self._test_dataset = self._predict_dataset = pairs
 
 
@@ -104,8 +103,7 @@ def _steps(count: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.shows("L32")
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("count", "named"), [(1, True), (3, False)])
 def test_the_loaders_follow_each_other_and_steps_begin_anew_in_each(
     count: int, named: bool
 ) -> None:
@@ -128,8 +126,7 @@ def _names(count: int, *, named: bool) -> list[str]:
     return [f"score/{_NAMES[n] if named else n}" for n in range(count)]
 
 
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("count", "named"), [(1, False), (3, False), (3, True)])
 def test_each_loader_has_scores_of_its_own(count: int, named: bool) -> None:
     setting = Setting()
     for call in ("fit", "validate", "test"):
@@ -167,14 +164,16 @@ def test_predictions_are_a_list_for_each_loader(count: int) -> None:
 class Returning(IndexModule):
     """Returns loaders of its own making."""
 
-    def __init__(self, found: Any, phase: str = "valid") -> None:
+    def __init__(self, found: Any) -> None:
         super().__init__(Setting(validates=False))
         self.found = found
-        setattr(self, f"{phase}_dataloader", lambda: self.found)
+
+    def valid_dataloader(self) -> Any:
+        return self.found
 
 
-def _loader(length: int = 6, **options: Any) -> Any:
-    return create_dataloader(IndexData(length), batch_size=4, collate_fn=noisy_collate, **options)
+def _loader(length: int = 6) -> Any:
+    return create_dataloader(IndexData(length), batch_size=4, collate_fn=noisy_collate)
 
 
 @pytest.mark.parametrize(

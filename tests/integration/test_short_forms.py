@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from helios import DataLoaderParams, DataModule, Model, TrainingState
-from helios.errors import ArgumentTypeError
 from tests.typed.short_script import (
     DATA,
     Batch,
     Line,
     LineOfTwoSteps,
     Numbers,
-    Pair,
     make_data,
     make_trainer,
 )
@@ -35,14 +33,6 @@ class LongLine(Line):
     def valid_step(self, batch: Batch, step: int) -> dict[str, tuple[Tensor, int]]:
         assert step in range(4)
         return super().valid_step(batch)
-
-
-class LongPair(Pair):
-    """Takes every argument in a step that yields."""
-
-    def train_step(self, batch: Batch, state: TrainingState) -> Any:
-        assert state.global_iteration
-        yield from super().train_step(batch)
 
 
 class LongNumbers(DataModule):
@@ -64,40 +54,21 @@ def fitted(model: Model, data: DataModule | None = None, **options: Any) -> dict
     }
 
 
-@pytest.mark.parametrize(
-    ("short", "long", "options"),
-    [
-        (Line, LongLine, {}),
-        (Line, LongLine, {"init": "keyed"}),
-        (Line, LongLine, {"num_replicas": 2}),
-        (Pair, LongPair, {}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"init": "keyed"}, {"num_replicas": 2}], ids=str)
 def test_steps_and_a_setup_that_leave_out_arguments_give_the_same_bits(
-    short: type[Model], long: type[Model], options: dict[str, Any]
+    options: dict[str, Any],
 ) -> None:
-    left_out, full = short("net"), long("net")
+    left_out, full = Line("net"), LongLine("net")
     weights = fitted(left_out, **options)
     torch.testing.assert_close(weights, fitted(full, **options), rtol=0, atol=0)
     assert left_out.metrics == full.metrics
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_data_gives_the_same_bits_by_any_of_its_names(num_replicas: int) -> None:
-    weights = fitted(Line("net"), LongNumbers(), num_replicas=num_replicas)
+def test_data_gives_the_same_bits_by_any_of_its_names() -> None:
+    weights = fitted(Line("net"), LongNumbers(), num_replicas=2)
     for data in (make_data(), Numbers()):
-        found = fitted(Line("net"), data, num_replicas=num_replicas)
+        found = fitted(Line("net"), data, num_replicas=2)
         torch.testing.assert_close(found, weights, rtol=0, atol=0)
-
-
-def test_a_setup_with_an_argument_of_another_name_is_an_error_that_names_it() -> None:
-    class Staged(Line):
-        def setup(self, stage: str) -> None:  # type: ignore[override]
-            self.net = nn.Linear(1, 1)
-
-    with pytest.raises(ArgumentTypeError, match=r"Staged\.setup must take no .* takes \(stage"):
-        make_trainer().fit(Staged("net"), make_data())
 
 
 class Prepared(Line):

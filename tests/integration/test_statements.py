@@ -2,54 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import helios
 from helios.core import rng
-from helios.errors import ArgumentError, UsageError
+from helios.engines.engine import Engine
+from helios.errors import ArgumentError
+from helios.hooks.context import Context
+from helios.hooks.events import CHANNELS
 from helios.loops.epoch import EpochLoop
 from helios.loops.optimizer import OptimizerLoop
-from helios.plugins import Plugin
+from helios.plugins import HookContext, PipelineHooks, Plugin
 from helios.state import Phase, TrainingState
 from tests.data.datasets import draw
+from tests.support.event_logs import Linear, Numbers
 from tests.support.quiet import Quiet
-
-
-class Linear(helios.Model):
-    """One layer, trained on batches of numbers."""
-
-    def __init__(self) -> None:
-        super().__init__("linear")
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
-
-    def train_step(self, batch: Any, state: TrainingState) -> Any:
-        return self.net(batch).square().mean()
-
-
-class Numbers(helios.DataModule):
-    """A column of numbers for each phase, one a batch."""
-
-    def __init__(self, training: int = 3, validation: int = 0) -> None:
-        super().__init__()
-        self.lengths = training, validation
-
-    def setup(self) -> None:
-        training, validation = self.lengths
-        self._train_dataset = self._make(training)
-        if validation:
-            self._valid_dataset = self._make(validation)
-        self._test_dataset = self._make(2)
-
-    def _make(self, length: int) -> Any:
-        return self._create_dataset(torch.ones(length, 1), helios.DataLoaderParams(batch_size=1))
 
 
 def make_trainer(**options: Any) -> helios.Trainer:
@@ -75,7 +47,7 @@ def test_generators_are_seeded_before_anything_is_set_up() -> None:
         rng.seed_rngs(noise)
         trainer = make_trainer(plugins=[drawing(Quiet, "P")], **options)
         chosen = {} if call == "fit" else {"checkpoint": None}
-        getattr(trainer, call)(drawing(Linear, "M"), drawing(Numbers, "D"), **chosen)
+        getattr(trainer, call)(drawing(Linear, "M"), drawing(Numbers, "D", 3, 1), **chosen)
         return drawn
 
     expected = torch.rand((), generator=torch.Generator().manual_seed(6691)).item()
@@ -92,7 +64,7 @@ class Failing(Numbers):
     """Notes its calls, and raises in one of them."""
 
     def __init__(self, calls: list[str], place: str) -> None:
-        super().__init__()
+        super().__init__(3, 1)
         self.calls, self.place = calls, place
 
     def note(self, name: str) -> None:
@@ -122,20 +94,11 @@ def test_data_is_prepared_once_and_torn_down_also_after_an_error(call: str, plac
         def train_step(self, batch: Any, state: TrainingState) -> Any:
             raise OSError("no disk in step")
 
-        test_step = valid_step = predict_step = train_step
+        test_step = train_step
 
-    module = Failing(calls, place)
-    module.lengths = (3, 1)
-    setup = module.setup
-
-    def setup_all() -> None:
-        setup()
-        module._predict_dataset = module._test_dataset
-
-    module.setup = setup_all  # type: ignore[method-assign]
     chosen = {} if call == "fit" else {"checkpoint": None}
     with pytest.raises(OSError, match=f"no disk in {place}"):
-        getattr(make_trainer(), call)(Model(), module, **chosen)
+        getattr(make_trainer(), call)(Model(), Failing(calls, place), **chosen)
     expected = ["prepare_data", "setup", "teardown"]
     assert calls == (["prepare_data", "teardown"] if place == "prepare_data" else expected)
 
@@ -217,12 +180,7 @@ def test_every_counter_says_what_its_name_says() -> None:
 @pytest.mark.shows("H53")
 @pytest.mark.parametrize(
     ("unit", "total", "accumulation", "logs"),
-    [
-        ("iteration", 7, 1, [2, 4, 6]),
-        ("iteration", 5, 2, [4, 8]),
-        ("epoch", 2, 2, [2, 4, 6]),
-        ("iteration", 3, 2, [4]),
-    ],
+    [("iteration", 7, 1, [2, 4, 6]), ("iteration", 5, 2, [4, 8]), ("epoch", 2, 2, [2, 4, 6])],
 )
 def test_logging_is_asked_for_on_multiples_that_just_moved(
     unit: str, total: int, accumulation: int, logs: list[int]
@@ -266,22 +224,6 @@ def test_a_validation_runs_without_benchmarking_and_without_gradients(is_failing
     assert torch.backends.cudnn.benchmark == found
     pair = [("train", True, True, False), ("valid", False, False, False)]
     assert seen == (pair if is_failing else pair * 2)
-
-
-@pytest.mark.shows("H57")
-def test_without_data_for_it_nothing_of_a_validation_happens() -> None:
-    """H57: no hooks, no question whether metrics improved, no early stop."""
-
-    class Model(Counting):
-        def on_validation_start(self, validation_cycle: int) -> None:
-            pytest.fail("a validation without data")
-
-        def have_metrics_improved(self) -> bool:
-            pytest.fail("a question without a validation")
-
-    model = Model()
-    make_trainer(valid_frequency=1, early_stop_cycles=1).fit(model, Numbers(2))
-    assert len(model.states) == 4
 
 
 class Keeping(Quiet):
@@ -369,29 +311,12 @@ def test_batches_are_moved_by_the_model_in_every_phase() -> None:
 
     trainer, model = make_trainer(total_steps=1, valid_frequency=1), Model()
     trainer.fit(model, Numbers(1, 1))
-    trainer.test(model, Numbers())
+    trainer.test(model, Numbers(1, 2))
     assert seen == [
         ("train_step", Phase.TRAINING),
         ("valid_step", Phase.VALIDATION),
         *[("test_step", Phase.TESTING)] * 2,
     ]
-
-
-def fit_failing(kind: type[Linear], message: str, **options: Any) -> None:
-    """Train a model and expect an error with its remedy."""
-    with pytest.raises(UsageError, match=message):
-        make_trainer(**options).fit(kind(), Numbers())
-
-
-@pytest.mark.parametrize("result", [3.0, {"score": 1.0}])
-def test_a_step_that_returns_something_else_is_an_error(result: Any) -> None:
-    """Issue, "Model"; L25."""
-
-    class Model(Linear):
-        def train_step(self, batch: Any, state: TrainingState) -> Any:
-            return result
-
-    fit_failing(Model, "train_step must return a scalar loss tensor, a WeightedLoss, a dict")
 
 
 @pytest.mark.shows("L8", "L14")
@@ -473,8 +398,105 @@ def test_a_test_restores_no_generators(tmp_path: Path) -> None:
 
     def drawn_in_test(**chosen: Any) -> list[list[float]]:
         model = Model()
-        make_trainer(chkpt_root=tmp_path).test(model, Numbers(), **chosen)
+        make_trainer(chkpt_root=tmp_path).test(model, Numbers(3, 2), **chosen)
         return model.drawn
 
     make_trainer(chkpt_root=tmp_path, chkpt_frequency=1).fit(Linear(), Numbers())
     assert drawn_in_test() == drawn_in_test(checkpoint=None)
+
+
+_STATE_METHODS = ("state_dict", "load_state_dict")
+
+
+def _telling(kind: type, letter: str, tell: Callable[[str], None], *names: str) -> Any:
+    """Return a class that tells when some of its methods are called, and does as usual."""
+
+    def override(name: str) -> Callable[..., Any]:
+        usual = getattr(kind, name, None)
+
+        def method(self: Any, *args: Any, **named: Any) -> Any:
+            tell(f"{letter} {name}")
+            return None if usual is None else usual(self, *args, **named)
+
+        return method
+
+    return type(kind.__name__, (kind,), {name: override(name) for name in names})
+
+
+class Kept(Quiet):
+    """A plugin whose state stays."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {"kept": 1}
+
+
+class KeepingEpochs(EpochLoop):
+    """A loop with state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": 2}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {"kept": 2}
+
+
+def _fit_telling(folder: Path, total_steps: int) -> list[str]:
+    """Train with a checkpoint at the end; returns who saved, loaded and heard of it, in order."""
+    told: list[str] = []
+    events = ("on_load_checkpoint", "on_checkpoint_loaded", "on_save_checkpoint", "on_fit_start")
+    tell, heard = told.append, events[:3]
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=total_steps,
+        chkpt_root=folder,
+        chkpt_frequency=total_steps,
+        engine=_telling(Engine, "E", tell, *_STATE_METHODS, *heard)(torch.device("cpu")),
+        plugins=[_telling(Kept, "P", tell, *_STATE_METHODS, *events)("plugin")],
+        print_banner=False,
+    )
+    loop = _telling(KeepingEpochs, "L", tell, *_STATE_METHODS)()
+    trainer.fit_loop.connect(epoch_loop=loop)
+    model = _telling(Linear, "M", tell, *_STATE_METHODS, *events)()
+    trainer.fit(model, _telling(Numbers, "D", tell, *heard)())
+    return told
+
+
+@pytest.mark.shows("K10", "K13", "K35")
+def test_states_are_loaded_between_two_events_and_taken_before_one(tmp_path: Path) -> None:
+    """K10, K13, K35: all of them, before the training starts; loops come last."""
+    saving = [
+        *("M state_dict", "P state_dict", "L state_dict", "E state_dict"),
+        *(f"{letter} on_save_checkpoint" for letter in "PDME"),
+    ]
+    starting = ["P on_fit_start", "M on_fit_start"]
+    assert _fit_telling(tmp_path, 2) == [*starting, *saving]
+    assert _fit_telling(tmp_path, 4) == [
+        *(f"{letter} on_load_checkpoint" for letter in "PDME"),
+        *("E load_state_dict", "M load_state_dict", "P load_state_dict", "L load_state_dict"),
+        *(f"{letter} on_checkpoint_loaded" for letter in "PDME"),
+        *starting,
+        *saving,
+    ]
+
+
+@pytest.mark.shows("R24")
+def test_all_hooks_of_a_run_get_one_live_object() -> None:
+    """R24: no copies, so nothing has to be copied back; it is the plugins' own."""
+    seen: dict[str, list[Context]] = {}
+    hooks = PipelineHooks()
+    for channel in CHANNELS:
+        note = seen.setdefault(channel, []).append
+        hooks.register(channel, HookContext.from_callable(before=note, after=note))
+
+    class Reading(Quiet):
+        def on_forward_end(self, context: Context) -> None:
+            seen.setdefault("plugin", []).extend([context, self.context])
+
+    make_trainer(total_steps=2, valid_frequency=1, plugins=[hooks, Reading("reading")]).fit(
+        Linear(), Numbers(2, 1)
+    )
+    assert {name for name, found in seen.items() if found} == {*CHANNELS, "plugin"}
+    assert len({id(context) for found in seen.values() for context in found}) == 1

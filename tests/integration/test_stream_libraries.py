@@ -1,6 +1,6 @@
-"""Streams of Hugging Face `datasets` and torchdata's loader: killed and resumed with equal bits.
+"""Streams of Hugging Face `datasets`: killed and resumed with equal bits.
 
-Stand-ins with the same protocol always run; where the libraries are installed, they run too.
+A stand-in with the same protocol always runs; where the library is installed, it runs too.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 import helios
 from helios.plugins import Plugin
@@ -30,10 +29,9 @@ TOTAL = 12
 
 
 class StandIn(IterableDataset[Any]):
-    """A stream with the protocol of Hugging Face's, and a buffer that it does not save."""
+    """A stream with the protocol of Hugging Face's."""
 
-    def __init__(self, buffer_size: int = 0) -> None:
-        self.buffer_size = buffer_size
+    def __init__(self) -> None:
         self.position = 0
         self.epoch = 0
 
@@ -41,14 +39,9 @@ class StandIn(IterableDataset[Any]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        draw = torch.Generator().manual_seed(self.epoch)
-        buffer: list[dict[str, Any]] = []
         while self.position < NUM_ROWS:
-            buffer.append({"row": torch.tensor(float(self.position))})
             self.position += 1
-            if len(buffer) > self.buffer_size:
-                yield buffer.pop(int(torch.randint(len(buffer), (1,), generator=draw)))
-        yield from buffer
+            yield {"row": torch.tensor(float(self.position - 1))}
         self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,42 +57,28 @@ def _rows(shards: list[int]) -> Iterator[dict[str, Any]]:
             yield {"row": float(shard * PER_SHARD + number)}
 
 
-def _hugging_face(buffer_size: int = 0) -> Any:
+def _hugging_face() -> Any:
     datasets: Any = importlib.import_module("datasets")
     options = {"shards": list(range(NUM_SHARDS))}
     stream = datasets.IterableDataset.from_generator(_rows, gen_kwargs=options)
-    if buffer_size:
-        stream = stream.shuffle(seed=3, buffer_size=buffer_size)
     return stream.with_format("torch")
-
-
-def _workers_of_torchdata(make: Callable[[], Any]) -> Any:
-    loaders: Any = importlib.import_module("torchdata.stateful_dataloader")
-    return loaders.StatefulDataLoader(make(), batch_size=BATCH_SIZE, num_workers=2)
 
 
 _MAKERS = {"stand-in": StandIn, "datasets": _hugging_face}
 
 
 class Data(helios.DataModule):
-    """The data of a stream, or of a loader."""
+    """The data of a stream."""
 
     unsaved = ("made",)
 
-    def __init__(self, made: Any, num_workers: int = 0) -> None:
+    def __init__(self, made: Any) -> None:
         super().__init__()
         self.made = made
-        self.num_workers = num_workers
 
     def setup(self) -> None:
-        if not isinstance(self.made, DataLoader):
-            params = helios.DataLoaderParams(batch_size=BATCH_SIZE, num_workers=self.num_workers)
-            self._train_dataset = self._create_dataset(self.made, params)
-
-    def train_dataloader(self) -> Any:
-        if isinstance(self.made, DataLoader):
-            return self.made, None
-        return super().train_dataloader()
+        params = helios.DataLoaderParams(batch_size=BATCH_SIZE)
+        self._train_dataset = self._create_dataset(self.made, params)
 
 
 class Follower(helios.Model):
@@ -188,11 +167,3 @@ def test_a_stream_goes_on_after_kills(name: str, tmp_path: Path) -> None:
         (claim,) = sidecar["claims"]
         assert claim.startswith("claimed by ")
         assert claim.endswith(", tried at the first start")
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_the_loader_of_torchdata_with_workers_goes_on_after_kills(
-    name: str, tmp_path: Path
-) -> None:
-    pytest.importorskip("torchdata.stateful_dataloader")
-    _check_resumes(partial(_workers_of_torchdata, _MAKERS[name]), tmp_path)

@@ -105,18 +105,6 @@ def test_epochs_of_a_stream_resume_everywhere_also_inside(tmp_path: Path) -> Non
     resume_everywhere(lambda folder: train(folder, setting), tmp_path, make_resumed=resume)
 
 
-@pytest.mark.shows("P82")
-def test_what_is_read_again_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, make_setting(make_rows, total_steps=4))
-    said = capsys.readouterr().err
-    assert "a resume inside an epoch reads the epoch again" in said
-    assert "is read again up to its position" not in said
-    train(tmp_path, make_setting(make_rows, total_steps=5))
-    lines = capsys.readouterr().err.splitlines()
-    (text,) = (line for line in lines if "is read again up to its position" in line)
-    assert "epoch 1 is read again up to its position, 28 samples of each replica." in text
-
-
 def test_another_source_is_refused(tmp_path: Path) -> None:
     train(tmp_path, make_setting(make_shards, total_steps=3))
     with pytest.raises(RunMismatchError, match=r"dataset: .*Shards.* -> .*Stream\(partial\)"):

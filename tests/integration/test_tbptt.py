@@ -54,27 +54,6 @@ class Sequences(helios.DataModule):
         )
 
 
-class PlainLSTM(nn.Module):
-    """An LSTM of plain operations: oneDNN's has a bf16 kernel on some processors only."""
-
-    def __init__(self, inputs: int, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.gates = nn.Linear(inputs + width, 4 * width)
-
-    def forward(self, inputs: Tensor, hidden: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        zeros = inputs.new_zeros(len(inputs), self.width)
-        past, cell = (zeros, zeros) if hidden is None else (part[0] for part in hidden)
-        outputs = []
-        for piece in inputs.unbind(1):
-            gates = self.gates(torch.cat([piece, past.to(piece.dtype)], 1))
-            keep, let_in, let_out, new = gates.chunk(4, 1)
-            cell = keep.sigmoid() * cell.to(gates.dtype) + let_in.sigmoid() * new.tanh()
-            past = let_out.sigmoid() * cell.tanh()
-            outputs.append(past)
-        return torch.stack(outputs, 1), (past[None], cell[None])
-
-
 class Recurrent(helios.Model):
     """Notes the samples and the losses of every piece."""
 
@@ -86,14 +65,11 @@ class Recurrent(helios.Model):
         self.pieces: list[tuple[list[int], bool, float]] = []
 
     def setup(self, fast_init: bool = False) -> None:
-        self.lstm = self._make_lstm()
+        self.lstm = nn.LSTM(1, 4, batch_first=True)
         self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(4, 1))
         weights = [*self.lstm.parameters(), *self.head.parameters()]
         self.optimizer = torch.optim.Adam(weights, lr=0.02)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, gamma=0.9)
-
-    def _make_lstm(self) -> nn.Module:
-        return nn.LSTM(1, 4, batch_first=True)
 
     def train_step(self, batch: Any, state: TrainingState) -> dict[str, Any]:
         assert batch["inputs"].shape == (_ROWS, _SPLIT, 1)
@@ -110,38 +86,19 @@ class Recurrent(helios.Model):
         self.pieces = []
 
 
-class RecurrentInBF16(Recurrent):
-    """Carries a state of 16 bits."""
-
-    def _make_lstm(self) -> nn.Module:
-        return PlainLSTM(1, 4)
-
-    def train_step(self, batch: Any, state: TrainingState) -> dict[str, Any]:
-        outputs = super().train_step(batch, state)
-        assert {part.dtype for part in outputs["hidden"]} == {torch.bfloat16}
-        return outputs
-
-
 def _train(folder: Path | None, loop: Any, **options: Any) -> Outcome:
     options = {"train_unit": "iteration", "total_steps": 11, "random_seed": 2} | options
-    model = RecurrentInBF16() if options.get("precision") == "bf16" else Recurrent()
 
     def connect(trainer: helios.Trainer) -> None:
         trainer.fit_loop.epoch_loop.connect(batch_loop=loop)
 
-    return record(folder, model, Sequences(), prepare=connect, **options)
+    return record(folder, Recurrent(), Sequences(), prepare=connect, **options)
 
 
 @pytest.mark.shows("L21", "L35")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"train_unit": "epoch", "total_steps": 3},
-        {"precision": "bf16"},
-    ],
-    ids=["iterations", "epochs", "bf16"],
+    "options", [{}, {"train_unit": "epoch", "total_steps": 3}], ids=["iterations", "epochs"]
 )
 def test_a_carried_state_resumes_everywhere(options: dict[str, Any], tmp_path: Path) -> None:
     """L21, L35: in the middle of a sequence, at its end, and at the end of an epoch."""

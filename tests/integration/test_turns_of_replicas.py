@@ -1,4 +1,4 @@
-"""What an event changes that runs for each replica, and states that differ between processes."""
+"""What an event changes that runs for each replica is named."""
 
 from __future__ import annotations
 
@@ -8,46 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import helios
-from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support.ranks import run_ranks
-from tests.support.resume import copy_checkpoint
-
-TOTAL, CUT = 6, 2
+from tests.support.event_logs import Linear, Numbers
+from tests.support.quiet import Quiet
 
 
-class Linear(helios.Model):
-    """Fits a line."""
-
-    def __init__(self) -> None:
-        super().__init__("line")
-
-    def setup(self, fast_init: bool = False) -> None:
-        torch.manual_seed(0)
-        self.net = nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-    def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
-        return (self.net(batch) - 2 * batch).square().mean()
-
-
-class Rows(helios.DataModule):
-    """A few numbers."""
-
-    def setup(self) -> None:
-        rows = torch.arange(24.0).reshape(-1, 1) / 24
-        self._train_dataset = self._create_dataset(rows, helios.DataLoaderParams(batch_size=2))
-
-
-class Noisy(Plugin):
+class Noisy(Quiet):
     """Adds noise of its own to each batch."""
 
-    def __init__(self) -> None:
-        super().__init__("noisy")
-        self.calls = self.ends = 0
+    calls = ends = 0
 
     def setup(self) -> None:
         self.noise = torch.Generator().manual_seed(7)
@@ -62,59 +33,23 @@ class Noisy(Plugin):
         self.ends += 1
 
 
-class Ranked(Plugin):
-    """Counts in steps of its process, and moves the batch by what it has counted."""
-
-    def __init__(self) -> None:
-        super().__init__("ranked")
-        self.totals = [0.0]
-        self.unsaved = ("totals",)
-
-    def setup(self) -> None:
-        self.count = 0.0
-
-    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
-        return batch + self.count / 100
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        self.count += self.context.rank + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.count = state_dict["count"]
-
-
-def _fit(folder: Path, plugin: Plugin) -> Linear:
-    model = Linear()
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=TOTAL,
-        chkpt_frequency=CUT,
-        chkpt_root=folder,
-        use_cpu=True,
-        num_replicas=2,
-        print_banner=False,
-        plugins=[plugin],
-    )
-    trainer.fit(model, Rows())
-    return model
-
-
-def _sidecar(folder: Path, iteration: int) -> dict[str, Any]:
-    (path,) = folder.glob(f"line/*_iter_{iteration}.json")
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
 @pytest.mark.shows("S58")
 def test_what_an_event_of_a_turn_changes_is_named_with_the_event(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _fit(tmp_path, Noisy())
-    sidecar = _sidecar(tmp_path, CUT)
-    assert sidecar["level"] == "restart"
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=6,
+        chkpt_frequency=2,
+        chkpt_root=tmp_path,
+        use_cpu=True,
+        num_replicas=2,
+        print_banner=False,
+        plugins=[Noisy()],
+    )
+    trainer.fit(Linear(), Numbers(24))
+    (path,) = tmp_path.glob("linear/*_iter_2.json")
+    assert json.loads(path.read_text())["level"] == "restart"
     for hook, name in (
         ("process_training_batch", "noise"),
         ("on_forward_start", "calls"),
@@ -122,20 +57,3 @@ def test_what_an_event_of_a_turn_changes_is_named_with_the_event(
     ):
         assert f"{hook} changes plugin 'noisy': {name}. Each replica changes it" in caplog.text
     assert "train_step changes" not in caplog.text
-
-
-def _train(rank: int, folder: Path) -> tuple[float, list[float]]:
-    plugin = Ranked()
-    model = _fit(folder, plugin)
-    return plugin.count, [part.item() for part in model.net.parameters()]
-
-
-@pytest.mark.shows("S58")
-def test_a_state_dict_that_differs_between_processes_is_saved_by_rank(tmp_path: Path) -> None:
-    whole = run_ranks(_train, 2, tmp_path / "whole")
-    assert [count for count, _ in whole] == [TOTAL, 2 * TOTAL]
-    sidecar = _sidecar(tmp_path / "whole", CUT)
-    assert sidecar["level"] == "restart"
-    (path,) = (tmp_path / "whole").glob(f"line/*_iter_{CUT}.pth")
-    folder = copy_checkpoint(path, tmp_path / "resumed")
-    assert run_ranks(_train, 2, folder) == whole

@@ -17,11 +17,8 @@ import helios
 from helios.errors import FolderInUseError
 from helios.state import TrainingState
 from helios.storage.folder_lock import LOCK_NAME
-from tests.support import elastic
-from tests.support.elastic import Elastic, assert_same, read_bits
 from tests.support.paused import another_process
 from tests.support.quiet import Quiet
-from tests.support.ranks import run_ranks
 from tests.support.resume import assert_equal
 from tests.support.runs import Setting, train
 
@@ -30,7 +27,6 @@ _SYNC: dict[str, Any] = {"store": helios.CheckpointStore(is_async=False)}
 _SETTING = Setting(
     total_steps=9, chkpt_frequency=2, num_workers=2, persistent_workers=True, options=_SYNC
 )
-_ELASTIC = Elastic(num_replicas=3, total_steps=5)
 
 
 class PauseAt(Quiet):
@@ -96,24 +92,3 @@ def test_a_kill_frees_the_folder_while_the_workers_live_on(tmp_path: Path) -> No
             for worker in workers:
                 os.kill(worker, signal.SIGKILL)
     assert_equal(resumed, whole, since=4)
-
-
-def train_on_rank(rank: int, folder: Path) -> str:
-    try:
-        elastic.train(folder, _ELASTIC)
-    except FolderInUseError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.shows("S16")
-def test_all_ranks_are_told_and_go_on_after_a_kill(tmp_path: Path) -> None:
-    run_ranks(train_on_rank, 3, tmp_path / "whole")
-    folder = tmp_path / "run"
-    with first_run(lambda plugin: elastic.train(folder, _ELASTIC, plugin), 3) as pid:
-        texts = run_ranks(train_on_rank, 3, folder)
-        assert len(set(texts)) == 1
-        assert f"process {pid} on {socket.gethostname()}" in texts[0]
-        os.kill(pid, signal.SIGKILL)
-    assert run_ranks(train_on_rank, 3, folder) == ["", "", ""]
-    assert_same(read_bits(folder), read_bits(tmp_path / "whole"))

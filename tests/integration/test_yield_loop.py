@@ -114,8 +114,6 @@ def _train(
     ("unit", "accumulation", "precision"),
     [
         ("iteration", 1, Precision.FP32),
-        ("iteration", 2, Precision.FP32),
-        ("epoch", 1, Precision.FP32),
         ("epoch", 2, Precision.FP32),
         ("iteration", 2, Precision.BF16),
     ],
@@ -185,8 +183,11 @@ def _step(scaler: Any, network: nn.Module, optimizer: Any, scheduler: Any, count
 
 
 @pytest.mark.shows("L27", "C7")
-@pytest.mark.parametrize("precision", _PRECISIONS, ids=lambda precision: precision.value)
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("precision", "accumulation"),
+    [*zip(_PRECISIONS, (4, 1, 2), strict=True)],
+    ids=lambda value: str(getattr(value, "value", value)),
+)
 def test_a_gan_has_the_bits_of_a_loop_by_hand(accumulation: int, precision: Precision) -> None:
     """L27, L29: yields, windows and their last, partial one add nothing and lose nothing."""
     outcome = _train(

@@ -13,7 +13,7 @@ import random
 import shutil
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import helios
-from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
 from tests.support.warned import collect_warnings
@@ -49,18 +48,13 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 class Data(helios.DataModule):
     """The samples, or others; the same for validation."""
 
-    def __init__(
-        self, make: Callable[[], Any] = Samples, make_options: Callable[[], Any] | None = None
-    ) -> None:
+    def __init__(self, make: Callable[[], Any] = Samples) -> None:
         super().__init__()
         self.make = make
-        self.make_options = make_options or (lambda: {"batch_size": 2, "shuffle": True})
 
     def setup(self) -> None:
-        params = helios.DataLoaderParams(**self.make_options())
-        self._train_dataset = self._create_dataset(self.make(), params)
-        plain = helios.DataLoaderParams(batch_size=2, collate_fn=params.collate_fn)
-        self._valid_dataset = self._create_dataset(self.make(), plain)
+        self.train_dataset = self.create_dataset(self.make(), batch_size=2, shuffle=True)
+        self.valid_dataset = self.create_dataset(self.make(), batch_size=2)
 
 
 class Regression(helios.Model):
@@ -99,14 +93,12 @@ class Case:
     Attributes:
         model: makes the model.
         data: makes the data module.
-        options: makes the arguments of the trainer that are special, for a folder.
-        connect: puts loops into the trainer.
+        options: the arguments of the trainer that are special.
     """
 
     model: Callable[[], helios.Model]
     data: Callable[[], helios.DataModule] = Data
-    options: Callable[[Path], dict[str, Any]] = lambda _: {}
-    connect: Callable[[helios.Trainer], object] = lambda _: None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Recorder(Quiet):
@@ -178,8 +170,6 @@ class Outcome:
 def train(case: Case, folder: Path) -> Outcome:
     """Train with new objects in a folder, from what lies there."""
     recorder = Recorder()
-    options = case.options(folder)
-    plugins: Sequence[Plugin] = options.pop("plugins", ())
     settings = {
         "train_unit": "iteration",
         "total_steps": TOTAL,
@@ -187,10 +177,9 @@ def train(case: Case, folder: Path) -> Outcome:
         "random_seed": 1,
         "use_cpu": True,
         "print_banner": False,
-        **options,
+        **case.options,
     }
-    trainer = helios.Trainer(chkpt_root=folder / "runs", plugins=[*plugins, recorder], **settings)
-    case.connect(trainer)
+    trainer = helios.Trainer(chkpt_root=folder / "runs", plugins=[recorder], **settings)
     with collect_warnings() as warnings:
         assert trainer.fit(case.model(), case.data())
     sidecars = [json.loads(path.read_text()) for path in sorted(folder.glob("runs/*/*iter_*.json"))]

@@ -13,7 +13,11 @@ _EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
 
 @pytest.mark.parametrize(
-    ("script", "least", "most"), [("digits", 0.3, 1.0), ("character_model", 2.0, 4.0)]
+    ("script", "least", "most"),
+    [
+        ("digits", 0.3, 1.0),
+        pytest.param("character_model", 2.0, 4.0, marks=pytest.mark.full),
+    ],
 )
 def test_an_example_trains_and_scores(
     script: str, least: float, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -25,9 +29,3 @@ def test_an_example_trains_and_scores(
     checkpoint = helios.find_last_checkpoint(run)
     assert checkpoint is not None
     assert "_epoch_1_" in checkpoint.name
-
-
-@pytest.mark.parametrize("script", sorted(_EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_is_read_at_a_glance(script: Path) -> None:
-    if script.stem != "cluster":
-        assert len(script.read_text("utf-8").splitlines()) <= 80

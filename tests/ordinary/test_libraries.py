@@ -1,4 +1,4 @@
-"""Networks and tools of other libraries: transformers, torch_geometric, torchmetrics.
+"""Networks and tools of other libraries: transformers, torchmetrics.
 
 They are imported by the tests that use them, for that takes seconds.
 """
@@ -20,11 +20,6 @@ from tests.ordinary.harness import LENGTH, Case, Data, Regression, assert_ordina
 
 WORDS = 17
 _DIGITS = Path(__file__).resolve().parents[2] / "docs" / "examples" / "digits.py"
-with_graphs = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script:DeprecationWarning",
-    "ignore:.*typing._eval_type:DeprecationWarning",  # from Python 3.13 on
-)
-"""torch_geometric uses both."""
 
 
 class Gpt2(Regression):
@@ -60,33 +55,6 @@ def test_a_language_model_resumes_without_a_warning(tmp_path: Path) -> None:
     assert_ordinary(Case(Gpt2, partial(Data, sentences)), tmp_path)
 
 
-class OneGraph(Regression):
-    """A graph network over one graph that the model holds; batches are nodes."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        from torch_geometric.data import Data as Graph
-
-        nodes = torch.arange(LENGTH)
-        edges = torch.stack([nodes, (nodes * 3 + 1) % LENGTH])
-        self.graph = Graph(x=torch.eye(LENGTH), edge_index=edges, y=nodes % 2)
-        super().setup(fast_init)
-
-    def make_net(self) -> nn.Module:
-        from torch_geometric.nn import GCN
-
-        return GCN(LENGTH, 4, num_layers=2, out_channels=2, dropout=0.3, norm="batch")
-
-    def loss(self, batch: Any) -> Tensor:
-        found = self.net(self.graph.x, self.graph.edge_index)[batch[0]]
-        return nn.functional.cross_entropy(found, self.graph.y[batch[0]])
-
-
-@with_graphs
-def test_a_network_of_one_graph_resumes_without_a_warning(tmp_path: Path) -> None:
-    nodes = partial(Data, lambda: TensorDataset(torch.arange(LENGTH)))
-    assert_ordinary(Case(OneGraph, nodes), tmp_path)
-
-
 class Measured(Regression):
     """Measures itself by torchmetrics: one metric, a collection, a running mean."""
 
@@ -119,12 +87,12 @@ class Measured(Regression):
 
 
 def test_torchmetrics_among_the_attributes_resume_without_a_warning(tmp_path: Path) -> None:
-    assert_ordinary(Case(Measured, options=lambda _: {"valid_frequency": 4}), tmp_path)
+    assert_ordinary(Case(Measured, options={"valid_frequency": 4}), tmp_path)
 
 
 @pytest.mark.full
 def test_the_demo_resumes_without_a_warning(tmp_path: Path) -> None:
     digits = runpy.run_path(str(_DIGITS))
     model, data = digits["DigitsModel"], digits["DigitsData"]
-    case = Case(lambda: model("digits"), data, lambda _: {"valid_frequency": 6})
+    case = Case(lambda: model("digits"), data, {"valid_frequency": 6})
     assert_ordinary(case, tmp_path)

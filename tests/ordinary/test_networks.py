@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import multiprocessing
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
 
-from tests.ordinary.harness import WIDTH, Case, Data, Regression, assert_ordinary
+from tests.ordinary.harness import WIDTH, Case, Regression, assert_ordinary
 
 
 class Tied(nn.Module):
@@ -29,34 +27,6 @@ class Tied(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.decoder(self.encoder(inputs).tanh()))
-
-
-class Recurrent(nn.Module):
-    """A recurrent network over the features, one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(1, 4, num_layers=2, dropout=0.2, batch_first=True)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.rnn(inputs.unsqueeze(-1))[0][:, -1])
-
-
-class Counting(nn.Module):
-    """Counts its calls, and keeps its last output to be looked at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, 1)
-        self.calls = 0
-        self.last: Tensor | None = None
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.calls += self.training
-        outputs = self.linear(inputs)
-        self.last = outputs.detach()
-        return outputs
 
 
 class Codebook(nn.Module):
@@ -97,18 +67,6 @@ class Momentum(nn.Module):
                 self.queue[place : place + len(inputs)] = self.slow(inputs)
                 self.place[0] = (place + len(inputs)) % len(self.queue)
         return self.head(self.encoder(inputs) - self.queue.mean(0))
-
-
-class Checkpointed(nn.Module):
-    """Computes its middle twice, to save memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.middle = nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.3), nn.Tanh())
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(checkpoint(self.middle, inputs, use_reentrant=False))
 
 
 def perceptron(*middle: nn.Module) -> nn.Sequential:
@@ -161,29 +119,17 @@ class OfType(nn.Module):
         return self.inner(inputs.to(self.dtype))
 
 
-def compiled_in_place() -> nn.Module:
-    """Return a network that compiles its own forward."""
-    net = perceptron(nn.Dropout(0.2))
-    net.compile(backend="eager")
-    return net
-
-
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "tied weights": Tied,
     "frozen layers": frozen,
     "batch norm": lambda: perceptron(nn.BatchNorm1d(4)),
     "spectral norm": lambda: with_first(parametrizations.spectral_norm),
-    "the older spectral norm": lambda: with_first(nn.utils.spectral_norm),
     "pruning": pruned,
-    "LSTM": Recurrent,
-    "a count of calls": Counting,
     "a codebook": Codebook,
     "a momentum encoder": Momentum,
-    "activation checkpointing": Checkpointed,
     "lazy layers, run in setup": lazy,
     "torch.fx": scripted,
     "torch.compile": lambda: torch.compile(perceptron(nn.Dropout(0.2)), backend="eager"),
-    "torch.compile in place": compiled_in_place,
     "bfloat16": lambda: OfType(torch.bfloat16),
 }
 
@@ -218,26 +164,6 @@ class Lazy(Regression):
 @pytest.mark.shows("S69")
 def test_lazy_layers_resume_without_a_warning(tmp_path: Path) -> None:
     assert_ordinary(Case(Lazy), tmp_path)
-
-
-@pytest.mark.shows("S43")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"precision": "bf16"},
-        {"accumulation_steps": 2, "clip_norm": 0.5},
-        {"num_replicas": 2},
-        {"num_replicas": 2, "accumulation_steps": 3},
-    ],
-    ids=lambda options: ",".join(options),
-)
-def test_a_way_to_train_resumes_without_a_warning(
-    options: dict[str, object], tmp_path: Path
-) -> None:
-    loading = {"batch_size": 2, "shuffle": True, "drop_last": True}
-    data = partial(Data, make_options=lambda: loading)
-    case = Case(lambda: WithNetwork("batch norm"), data, lambda _: dict(options))
-    assert_ordinary(case, tmp_path)
 
 
 class Compiled(Regression):

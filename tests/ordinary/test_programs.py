@@ -8,8 +8,7 @@ import random
 import re
 import threading
 import types
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,12 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import BatchSampler, WeightedRandomSampler
 
-import helios
-from helios.core.rng import get_default_numpy_rng
 from helios.state import TrainingState
-from tests.ordinary.harness import LENGTH, WIDTH, Case, Data, Regression, Samples, assert_ordinary
+from tests.ordinary.harness import LENGTH, WIDTH, Case, Regression, assert_ordinary
 
 State = TrainingState
 
@@ -71,43 +67,6 @@ class Agent(Regression):
         inputs, targets, rewards, _ = zip(*random.sample(list(self.replay), 2), strict=True)
         known = torch.tensor(np.stack(inputs)), torch.tensor(targets).unsqueeze(1)
         return super().loss(known) * float(np.mean(rewards))
-
-
-class History(Regression):
-    """Keeps what happened in lists, dicts and counters."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup(fast_init)
-        self.losses: list[float] = []
-        self.table: defaultdict[str, list[float]] = defaultdict(list)
-        self.seen: Counter[int] = Counter()
-        self.best, self.best_step = float("inf"), -1
-        self.names: set[str] = set()
-        self.confusion = np.zeros((3, 3), dtype=np.int64)
-
-    def on_training_batch_end(self, state: State, should_log: bool = False) -> None:
-        super().on_training_batch_end(state, should_log)
-        loss = self.loss_items["loss"].item()
-        self.losses.append(loss)
-        self.table["even" if state.global_iteration % 2 == 0 else "odd"].append(loss)
-        self.seen[state.global_iteration % 4] += 1
-        self.names.add(f"step-{state.global_iteration % 5}")
-        self.confusion[state.global_iteration % 3, 0] += 1
-        if loss < self.best:
-            self.best, self.best_step = loss, state.global_iteration
-
-
-class Weighted(Regression):
-    """Learns how to weight two losses, by a parameter of its own."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = self.make_net()
-        self.log_scales = nn.Parameter(torch.zeros(2))
-        self.optimizer = torch.optim.Adam([*self.net.parameters(), self.log_scales], lr=0.01)
-
-    def loss(self, batch: Any) -> Tensor:
-        parts = torch.stack([super().loss(batch), self.net(batch[0]).abs().mean()])
-        return (parts * (-self.log_scales).exp() + self.log_scales).sum()
 
 
 class Task:
@@ -186,61 +145,31 @@ class Rated(Regression):
         self._loss_items["loss"] = loss.detach()
 
 
-MODELS = [ByTorch, Teacher, Agent, History, Weighted, Configured, Hooked, Rated]
+class Sparse(Regression):
+    """An embedding with sparse gradients, and a dense rest: one optimizer each."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.table = nn.Embedding(LENGTH + 1, WIDTH, sparse=True)
+        self.net = self.make_net()
+        self.sparse_optimizer = torch.optim.SparseAdam(self.table.parameters(), lr=0.01)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
+
+    def train_step(self, batch: Any, state: State) -> None:
+        inputs, targets = batch
+        places = (targets[:, 0] * LENGTH).round().long()
+        loss = self.loss((inputs + self.table(places), targets))
+        loss.backward()
+        for optimizer in (self.sparse_optimizer, self.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        self._loss_items["loss"] = loss.detach()
+
+
+MODELS = [ByTorch, Teacher, Agent, Configured, Hooked, Rated, Sparse]
 
 
 @pytest.mark.shows("S43")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_program_resumes_without_a_warning(kind: type[Regression], tmp_path: Path) -> None:
-    assert_ordinary(Case(kind, options=lambda _: {"valid_frequency": 4}), tmp_path)
-
-
-class Augmented(Samples):
-    """Samples that are turned, cut and mixed, with a cache of what was read."""
-
-    def __init__(self) -> None:
-        self.scale = 0.5
-        self.cache: dict[int, Tensor] = {}
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, target = super().__getitem__(index)
-        self.cache.setdefault(index, target)
-        if random.random() < 0.5:
-            inputs = inputs.flip(0)
-        return inputs * self.scale + get_default_numpy_rng().generator.normal(), self.cache[index]
-
-
-def mix(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Stack samples, and mix each with its neighbour."""
-    inputs, targets = (torch.stack(parts) for parts in zip(*samples, strict=True))
-    share = torch.rand(1)
-    return inputs.lerp(inputs.flip(0), share), targets.lerp(targets.flip(0), share)
-
-
-def weighted() -> dict[str, Any]:
-    """Return the options of a loader that draws by weights."""
-    weights = torch.arange(1.0, LENGTH + 1)
-    return {"batch_sampler": BatchSampler(WeightedRandomSampler(weights, LENGTH), 2, True)}
-
-
-DATA: dict[str, Callable[[], helios.DataModule]] = {
-    "augmented": partial(Data, Augmented),
-    "mixed": partial(
-        Data, Augmented, lambda: {"batch_size": 3, "shuffle": True, "collate_fn": mix}
-    ),
-    "by workers": partial(
-        Data, Augmented, lambda: {"batch_size": 2, "shuffle": True, "num_workers": 1}
-    ),
-    "weighted": partial(Data, Samples, weighted),
-    "tensors": partial(
-        Data, lambda: torch.utils.data.TensorDataset(torch.eye(WIDTH), torch.ones(WIDTH, 1))
-    ),
-    "a part": partial(Data, lambda: torch.utils.data.Subset(Samples(), [0, 2, 4, 6, 8])),
-}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", DATA)
-def test_a_data_set_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
-    assert_ordinary(Case(Regression, DATA[name]), tmp_path)
+    assert_ordinary(Case(kind, options={"valid_frequency": 4}), tmp_path)

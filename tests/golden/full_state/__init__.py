@@ -1,1 +1,1 @@
-"""Training runs of commit cdb25de that fill every section of their files; see README.md."""
+"""Training runs of commit cdb25de: states by rank, ledgers, all kinds of data; see README.md."""

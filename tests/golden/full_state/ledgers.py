@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,3 @@ def train(root: Path, variant: str, **options: Any) -> dict[str, list[str]]:
     text = (root / NAME / "ledger.jsonl").read_text("utf-8")
     record.end += [f"ledger {line}" for line in text.splitlines()]
     return record.result()
-
-
-if __name__ == "__main__":
-    print(*train(Path(sys.argv[1]), sys.argv[2]).values(), sep="\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +142,3 @@ def train(root: Path, **options: Any) -> dict[str, list[str]]:
     trainer.fit(Learner(record, "places"), Data())
     record.end.append(f"place {bits(describe(place))}")
     return record.result()
-
-
-if __name__ == "__main__":
-    print(*train(Path(sys.argv[1])).values(), sep="\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,3 @@ def train(root: Path, variant: str, **options: Any) -> dict[str, list[str]]:
     )
     trainer.fit(Learner(record, "sources"), Data(variant))
     return record.result()
-
-
-if __name__ == "__main__":
-    print(*train(Path(sys.argv[1]), sys.argv[2]).values(), sep="\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ def train(root: Path, **options: Any) -> dict[str, list[str]]:
         print_banner=False,
         use_cpu=True,
         plugins=[
-            EarlyStopping("error", patience=2),
+            EarlyStopping("error", mode="min", patience=2),
             NaNGuard("skip", limit=4),
             Metrics(
                 {"sum": Sum()},
@@ -126,7 +125,3 @@ def train(root: Path, **options: Any) -> dict[str, list[str]]:
     )
     trainer.fit(Learner(record, "windows"), Data())
     return record.result()
-
-
-if __name__ == "__main__":
-    print(*train(Path(sys.argv[1])).values(), sep="\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,3 @@ def train(root: Path, **options: Any) -> dict[str, list[str]]:
     trainer.fit(Learner(record, "four"), Data())
     record.end.append(f"counting {counting.sums} {bits(counting.last)}")
     return record.result()
-
-
-if __name__ == "__main__":
-    print(*train(Path(sys.argv[1])).values(), sep="\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +155,3 @@ def train(root: Path, **options: Any) -> dict[str, list[str]]:
     trainer.fit(Learner(record, "one"), Data())
     record.end.append(f"counting {counting.sums} {bits(counting.last)}")
     return record.result()
-
-
-if __name__ == "__main__":
-    print(*train(Path(sys.argv[1])).values(), sep="\n")

@@ -70,56 +70,11 @@ def a_checkpoint_is_written_under_its_last_name(write_file, path, tree, *, hashe
 
 
 @fault(
-    "helios.checkpoint.loading:WholeFile.compare_bytes",
-    "tests/checkpoint/test_loading.py::test_a_damaged_checkpoint_is_put_aside_loudly_and_the_next_older_is_taken",
-)
-def the_digest_of_a_checkpoint_is_not_compared(compare_bytes, content, sidecar, share=None):
-    return True
-
-
-@fault(
-    "helios.storage.container_checks:check_container",
-    "tests/checkpoint/test_loading.py::test_a_file_without_sidecar_is_still_checked_by_the_sums_of_its_container",
-)
-def sums_of_a_container_are_not_compared(check_container, path, watch=None):
-    return None
-
-
-@fault("helios.checkpoint.loading:check_agreement", "tests/checkpoint/test_mutations.py")
-def name_sidecar_and_content_are_not_compared(check_agreement, name, payload, sidecar):
-    return None
-
-
-@fault(
-    "helios.checkpoint.store:RunFolder.rename_damaged",
-    "tests/checkpoint/test_loading.py::test_a_damaged_checkpoint_is_put_aside_loudly_and_the_next_older_is_taken",
-)
-def a_damaged_checkpoint_is_not_put_aside(rename_damaged, folder, path):
-    return None
-
-
-@fault(
-    "helios.checkpoint.store:RunFolder._refuse_silent_restart",
-    "tests/checkpoint/test_loading.py::test_when_all_are_damaged_no_start_begins_afresh_in_silence",
-)
-def a_run_whose_checkpoints_are_damaged_begins_anew(refuse, folder, damaged):
-    return None
-
-
-@fault(
     "helios.checkpoint.retention:plan",
     "tests/checkpoint/test_retention.py::test_the_newest_by_epoch_and_iteration_stay",
 )
 def retention_deletes_the_newest_checkpoint(plan, entries, options, protected=()):
     return sorted(entries)[-1:] if plan(entries, options, protected) else []
-
-
-@fault(
-    "helios.checkpoint.store:RunFolder.protect",
-    "tests/checkpoint/test_store.py::test_retention_deletes_file_and_sidecar_but_not_the_one_resumed_from",
-)
-def retention_deletes_what_the_run_was_resumed_from(protect, folder, path):
-    return None
 
 
 @fault(
@@ -139,11 +94,6 @@ def the_newest_checkpoint_is_the_last_by_name(select_checkpoints, paths):
     return sorted(select_checkpoints(paths))
 
 
-@fault("helios.storage.files:fsync_folder", "tests/storage/test_files.py::test_a_folder_is_synced")
-def a_new_name_is_not_on_the_disk(fsync_folder, path):
-    return None
-
-
 @fault(
     "helios.storage.codec:_loading",
     "tests/checkpoint/test_trust.py::test_a_malicious_checkpoint_executes_nothing_and_is_named",
@@ -154,30 +104,6 @@ def loading_builds_any_type(loading):
     load = torch.load
     torch.load = lambda *args, **more: load(*args, **{**more, "weights_only": False})
     return loading()
-
-
-@fault(
-    "helios.storage.folder_lock:FolderLock.acquire",
-    "tests/integration/test_two_runs.py::test_a_second_fit_says_who_uses_the_folder_and_changes_nothing",
-)
-def the_folder_of_a_run_is_not_locked(acquire, lock):
-    return None
-
-
-@fault(
-    "helios.storage.staging:HostBuffers.copy",
-    "tests/checkpoint/test_checkpoint_writer.py::test_the_file_holds_what_was_there_at_the_call",
-)
-def a_state_is_not_copied_before_training_goes_on(copy, buffers, groups):
-    return None
-
-
-@fault(
-    "helios.checkpoint.checkpoint_writer:PlainWriter._raise_own_failure",
-    "tests/checkpoint/test_checkpoint_writer.py::test_other_failures_wait_for_the_next_safe_point_to_be_raised",
-)
-def an_error_of_a_save_in_a_thread_is_lost(raise_own_failure, writer):
-    return None
 
 
 @fault(
@@ -193,30 +119,6 @@ def a_sharded_checkpoint_is_committed_without_a_part_that_failed(write_data, wri
         nothing = Future()
         nothing.set_result([])
         return nothing
-
-
-@fault(
-    "helios.checkpoint.loading:ShardedFolder.compare_bytes",
-    "tests/checkpoint/test_sharded_folders.py::test_one_flipped_bit_anywhere_is_named",
-)
-def digests_of_sharded_checkpoints_are_not_compared(compare_bytes, content, sidecar, share=None):
-    return True
-
-
-@fault(
-    "helios.storage.dcp_folder:_require",
-    "tests/checkpoint/test_sharded_folders.py::test_a_hostile_index_is_refused",
-)
-def the_index_of_a_sharded_checkpoint_is_believed(require, is_so, problem):
-    return None
-
-
-@fault(
-    "helios.start.origin:check_run_name",
-    "tests/integration/test_which_run.py::test_another_runs_folder_is_refused_by_both_names",
-)
-def the_checkpoint_of_another_run_is_taken(check_name, *args):
-    return None
 
 
 @fault(

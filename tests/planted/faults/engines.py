@@ -15,22 +15,6 @@ def a_step_that_fp16_leaves_out_moves_the_scheduler(optimizer_step, engine, opti
 
 
 @fault(
-    "helios.engines.precision:LossScaler.load_state_dict",
-    "tests/engines/test_scaler.py::test_the_whole_scaler_is_state",
-)
-def the_scale_of_fp16_is_not_loaded(load_state_dict, scaler, state_dict):
-    return None
-
-
-@fault(
-    "helios.engines.precision:LossScaler.unscale",
-    "tests/engines/test_scaler.py::test_backward_scales_and_the_average_unscales",
-)
-def gradients_are_clipped_before_they_are_unscaled(unscale, scaler, optimizer):
-    return None
-
-
-@fault(
     "helios.engines.engine:Engine.load_state_dict",
     "tests/engines/test_engine.py::test_an_open_window_is_part_of_the_state",
 )
@@ -73,22 +57,6 @@ def early_stopping_has_its_patience_anew_after_a_resume(load_state_dict, plugin,
     load_state_dict(plugin, {**state_dict, "count": 0})
 
 
-@fault(
-    "helios.storage.files:truncate",
-    "tests/storage/test_row_file.py::test_a_file_is_cut_back_to_its_mark_and_goes_on",
-)
-def a_file_of_rows_is_not_cut_back_at_a_resume(truncate, path, size):
-    return None
-
-
-@fault(
-    "helios.plugins.metrics:_MetricSet.load_state_dict",
-    "tests/plugins/test_metrics.py::test_a_resume_anywhere_gives_the_same_values",
-)
-def the_state_of_a_metric_is_not_restored(load_state_dict, metrics, state_dict):
-    return None
-
-
 LOSSES = "tests/loops/test_own_losses.py"
 
 
@@ -103,11 +71,3 @@ def a_loop_of_the_users_updates_once_for_each_replica(end_step, loop, num_shared
         end_step(loop, num_shared, watch)
     finally:
         runner.is_last = is_last
-
-
-@fault(
-    "helios.replicas.gradients:Gradients.set_aside",
-    f"{LOSSES}::test_between_its_losses_a_loop_sees_the_gradient_of_one_micro_batch",
-)
-def gradients_of_earlier_micro_batches_are_not_set_aside(set_aside, gradients, parameters):
-    return None

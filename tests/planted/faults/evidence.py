@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from tests.planted.planting import fault
 
-BOOK = "tests/ledger/test_book.py"
 LINE = "tests/ledger/test_line.py"
 WRITER = "tests/ledger/test_writer.py"
-RUNS = "tests/ledger/test_runs.py"
 SCORES = "tests/ledger/test_validation_scores.py"
 BUFFERS = "tests/ledger/test_buffers.py"
-VERIFICATION = "tests/ledger/test_verification.py"
-REPLAY = "tests/ledger/test_replay.py"
 
 
 @fault("helios.ledger.line:seal", LINE)
@@ -68,24 +64,6 @@ def a_line_leaves_out_the_state_of_optimizers(digest_weights, weights, optimizer
     return digest_weights(weights, {})
 
 
-@fault("helios.storage.files:truncate", BOOK)
-def a_ledger_is_not_cut_back_at_a_resume(truncate, path, size):
-    return None
-
-
-@fault("helios.ledger.line:end_of", BOOK)
-def a_ledger_that_does_not_match_its_checkpoint_is_continued(end_of, chain):
-    return b""
-
-
-@fault(
-    "helios.ledger.book:Book.sync",
-    "tests/ledger/test_runs.py::test_no_checkpoint_is_saved_without_its_lines",
-)
-def a_checkpoint_is_committed_without_its_lines(sync, book):
-    return None
-
-
 @fault(
     "helios.ledger.verification:_check_digests",
     "tests/ledger/test_run_file.py::test_a_replaced_checkpoint_is_found_though_its_sidecar_matches",
@@ -102,22 +80,6 @@ def a_replay_compares_nothing(append, follower, bodies):
     for body in bodies:
         follower.found.num_equal += "end" not in body
         follower.found.has_ended |= "end" in body
-
-
-@fault(
-    "helios.start.replay:_Comparison.ask",
-    "tests/ledger/test_replay.py::test_a_changed_script_is_found_where_it_differs_first",
-)
-def a_replay_goes_on_after_a_difference(ask, comparison):
-    return ""
-
-
-@fault(
-    "helios.start.resume:_compare_machine",
-    "tests/ledger/test_run_file.py::test_another_machine_than_that_of_the_checkpoint_is_one_warning",
-)
-def a_resume_says_nothing_of_another_machine(compare, training, record):
-    return None
 
 
 @fault("helios.ledger.compare:LineComparison.compare_scores", SCORES)
@@ -175,22 +137,6 @@ def scores_come_before_the_line_of_their_iteration(validated, writer, validation
 
 
 @fault(
-    "helios.start.resume:DataCheck.before_load",
-    "tests/integration/test_moved_data.py::test_a_start_that_must_be_complete_is_refused",
-)
-def a_resume_does_not_fetch_the_last_batch_again(before_load, check):
-    return None
-
-
-@fault(
-    "helios.backup:Backup.restore",
-    "tests/loops/test_sanity_validation.py::test_what_a_trial_has_changed_is_put_back",
-)
-def attributes_that_a_trial_changes_are_not_put_back(restore, backup):
-    return None
-
-
-@fault(
     "helios.plugins.server_loggers:WandbLogger._find_last_step",
     "tests/plugins/test_server_loggers.py::test_each_point_of_a_killed_run_is_there_once",
 )
@@ -204,11 +150,3 @@ def a_start_does_not_read_what_offline_files_of_wandb_have(find_last_step, logge
 )
 def a_checkpoint_lacks_what_the_server_has_not_taken(state_dict, logger):
     return {"rows": []}
-
-
-@fault(
-    "helios.plugins.server_loggers:ServerLogger.load_state_dict",
-    "tests/plugins/test_server_loggers.py::test_servers_that_are_down_get_all_points_when_they_answer_again",
-)
-def a_finished_run_does_not_send_what_the_server_lacks(load_state_dict, logger, state):
-    return None

@@ -8,7 +8,6 @@ from tests.planted.planting import fault
 
 FIND = "tests/test_find_lr.py"
 FROZEN = "tests/checkpoint/test_frozen.py"
-TUNED = "tests/test_finetune.py"
 
 
 @fault("helios.find_lr:_without_trace", f"{FIND}::test_a_run_after_a_search_has_the_same_files")
@@ -26,24 +25,8 @@ def the_last_window_of_an_epoch_is_not_counted(count, schedule, length, *, is_ma
 
 
 @fault(
-    "helios.start.model_setup:SetupContext.check_loads",
-    f"{TUNED}::test_what_no_checkpoint_would_hold_is_refused_before_training",
-)
-def what_setup_makes_of_loaded_weights_is_lost(check_loads, context):
-    return None
-
-
-@fault(
     "helios.checkpoint.frozen:digest_of",
     f"{FROZEN}::test_a_setup_that_makes_something_else_is_refused_by_name",
 )
 def another_base_counts_as_the_same(digest_of, tensor):
     return "sha256:0"
-
-
-@fault(
-    "helios.checkpoint.frozen:FrozenWeights.keep",
-    f"{FROZEN}::test_what_is_thawed_or_changed_is_saved_from_then_on",
-)
-def what_was_thawed_is_left_out_again(keep, frozen, names):
-    return None

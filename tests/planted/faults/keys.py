@@ -49,11 +49,6 @@ def a_validation_does_not_restore_the_generators(stream, seed):
     return contextlib.nullcontext()
 
 
-@fault("helios.data.loader:KeyedLoader.is_pure", WORKERS)
-def nothing_is_seeded_before_a_fetch(is_pure, loader):
-    return True
-
-
 @fault("helios.data.loader:KeyedDataset.__getitems__", WORKERS)
 def workers_do_not_seed_before_a_fetch(getitems, dataset, indices):
     return getitems(dataset, getattr(indices, "indices", indices))
@@ -110,14 +105,6 @@ def hooks_draw_on_the_numbers_of_the_last_replica(end_last, runner, table, **mor
     rng.load_rng_state_dict(found)
 
 
-@fault(
-    "helios.loops.evaluation:EvaluationLoop._seed",
-    "tests/loops/test_evaluation_shares.py::test_one_replica_draws_by_step_alone",
-)
-def steps_of_a_validation_are_not_seeded(seed, loop, *args):
-    return None
-
-
 @fault("helios.replicas.replica_runner:SharedReplicaRunner.begin_iteration", f"{ELASTIC}[4-3-1]")
 def hooks_before_the_replicas_are_not_seeded(begin_iteration, runner, iteration):
     from helios.core import rng
@@ -130,14 +117,6 @@ def hooks_before_the_replicas_are_not_seeded(begin_iteration, runner, iteration)
 @fault("helios.core.rng:KeySeries.at", f"{FROZEN}[today/one_replica]")
 def random_numbers_are_others_than_those_of_frozen_runs(at, series, counter):
     return at(series, counter) ^ 1
-
-
-@fault(
-    "helios.core.rng:_seed_numpy_global",
-    f"{NUMPY}::test_what_a_script_draws_before_has_no_influence",
-)
-def the_global_generator_of_numpy_is_not_seeded(seed_numpy_global, seed):
-    return None
 
 
 @fault("helios.core.rng:_seed_numpy_global", RNG)

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from tests.planted.planting import fault
 
-MIGRATION = "tests/migration/test_migrations.py"
 KILLS = "tests/migration/test_migration_kills.py"
-
-
-@fault("helios.migration.folder_migration:_back_up", "tests/migration/test_migration_kills.py")
-def the_old_file_of_a_migration_is_not_kept(back_up, path, source):
-    return None
 
 
 @fault("helios.storage.codec:write_file", KILLS)
@@ -21,11 +15,6 @@ def a_migrated_file_is_not_written_beside_the_old_one(write_file, path, tree, *,
     digest = write_file(final, tree, hashes=hashes)
     shutil.copyfile(final, path)
     return digest
-
-
-@fault("helios.storage.codec:unsafe_globals", "tests/migration/test_migration_trust.py")
-def calls_in_an_old_file_are_no_obstacle(unsafe_globals, path, safe_types=()):
-    return []
 
 
 @fault(
@@ -44,11 +33,3 @@ def a_sidecar_that_a_kill_has_left_out_is_not_completed(complete, migration, pat
     from helios.migration import folder_migration
 
     return folder_migration.Report(path, folder_migration.Result.CURRENT)
-
-
-@fault(
-    "helios.checkpoint.sidecar:Sidecar.names_run",
-    "tests/checkpoint/test_loading.py::test_a_migrated_file_may_carry_its_older_name",
-)
-def a_migrated_file_must_have_the_name_of_its_counters(names_run, sidecar):
-    return True

@@ -20,19 +20,6 @@ def an_unknown_argument_names_no_other_one(refuse, name):
     return f"Trainer() has no argument {name!r}."
 
 
-IDLE = "tests/integration/test_idle_steps.py"
-
-
-@fault("helios.state.steps:IdleWatch.conclude", IDLE)
-def a_run_that_learns_nothing_is_saved(conclude, watch, iteration, *, is_manual):
-    pass
-
-
-@fault("helios.core.loss_means:LossMeans._warn_of_nonfinite", "tests/loops/test_nonfinite_loss.py")
-def a_loss_that_is_not_finite_is_not_said(warn_of_nonfinite, means, name, value, first):
-    pass
-
-
 @fault("helios.core.loss_means:_join", "tests/integration/test_mean_losses.py")
 def what_is_logged_is_that_of_the_first_replica(join, tables):
     return dict(next(iter(tables), {}))
@@ -58,28 +45,6 @@ def ranks_may_differ_in_when_they_give_up(plain, options, name):
     return None if name == "hang_timeout" else plain(options, name)
 
 
-@fault("helios.hooks.context:Context.__setattr__", "tests/hooks/test_context_read_only.py")
-def what_a_hook_assigns_to_the_context_is_kept_apart(set_attribute, context, name, value):
-    return
-
-
-@fault(
-    "helios.data.datamodule:_is_plain",
-    "tests/data/test_datamodule.py"
-    "::test_a_loader_that_no_options_stand_for_is_an_error_that_writes_the_replacement",
-)
-def a_sampler_of_the_users_own_is_dropped_in_silence(is_plain, sampler, dataset):
-    return True
-
-
-@fault(
-    "helios.hooks.bus:_accepts",
-    "tests/hooks/test_bus_signatures.py::test_a_step_may_leave_out_what_follows_the_batch",
-)
-def what_a_step_leaves_out_is_passed_to_it(accepts, signature, in_place, by_name):
-    return True
-
-
 COMMAND_LINE = "tests/cli/test_train_command.py"
 
 
@@ -89,14 +54,6 @@ COMMAND_LINE = "tests/cli/test_train_command.py"
 )
 def an_unknown_option_names_no_other_one(refuse_name, mistakes, name):
     return f"There is no option --{name}."
-
-
-@fault(
-    "helios.cli.config_file:ConfigFile._keep",
-    f"{COMMAND_LINE}::test_other_values_are_refused_and_leave_the_file_alone",
-)
-def the_options_of_a_run_are_lost_when_others_are_allowed(keep, plugin, path):
-    pass
 
 
 @fault(

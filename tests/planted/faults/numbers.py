@@ -11,9 +11,6 @@ from tests.planted.planting import fault
 TOTALS = "tests/loops/test_totals.py"
 
 
-TIMES = "tests/ledger/test_run_file.py::test_iterations_have_their_own_time"
-
-
 @fault(
     "helios.loops.evaluation:as_summand",
     f"{TOTALS}::test_scores_of_a_coarse_type_are_added_in_float64",
@@ -36,14 +33,6 @@ MEANS = "tests/integration/test_mean_losses.py"
 
 
 @fault(
-    "helios.core.loss_means:LossMeans.capture",
-    f"{MEANS}::test_rows_after_a_kill_between_two_points_are_those_of_an_undisturbed_run",
-)
-def sums_of_losses_are_not_saved(capture, means, gather):
-    return None
-
-
-@fault(
     "helios.core.loss_means:LossMeans.iteration_ended",
     f"{MEANS}::test_what_is_logged_are_means_since_the_last_point",
 )
@@ -61,11 +50,6 @@ def what_is_logged_is_the_loss_of_the_last_iteration(iteration_ended, means, ite
 )
 def each_batch_of_a_processor_weighs_the_same(add, totals, result, suffix="", *, size=None):
     add(totals, result, suffix)
-
-
-@fault("helios.loops.epoch:EpochLoop._end_pause", TIMES)
-def the_time_of_iterations_has_validations(end_pause, epoch):
-    pass
 
 
 @fault(

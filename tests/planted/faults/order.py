@@ -83,14 +83,6 @@ def batches_after_a_skipped_one_get_the_keys_of_others(skip, turns, first, skipp
 
 
 @fault(
-    "helios.data.order:ReplayedOrder.leave",
-    "tests/data/test_order.py::test_a_pass_that_is_cut_leaves_the_sampler_where_it_was_left",
-)
-def a_sampler_with_state_stays_where_it_was_drawn_ahead_to(leave, order, position):
-    return None
-
-
-@fault(
     "helios.data.loader:ask_twice",
     "tests/data/test_indices.py::test_looking_aside_moves_no_generator_and_no_sampler",
 )

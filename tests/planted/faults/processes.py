@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 LAUNCHER = "tests/launch/test_launcher.py"
-SIGNALS = "tests/distributed/test_signals.py"
 
 
 @fault(
@@ -17,43 +16,11 @@ def a_launcher_that_is_interrupted_kills_its_ranks(end, launch, *numbers):
 
 
 @fault(
-    "helios.start.signals:find_signal_code",
-    f"{SIGNALS}::test_an_interruption_starts_nothing_again[self]",
-)
-def a_rank_that_a_signal_ends_counts_as_a_failure(find_signal_code, number):
-    return 75
-
-
-@fault(
-    "helios.distributed.process_groups:note_failure",
-    f"{SIGNALS}::test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued",
-)
-def a_job_whose_rank_has_failed_asks_to_be_requeued(note_failure, store):
-    return None
-
-
-@fault(
-    "helios.start.signals:Listener.ignore_the_rest",
-    f"{SIGNALS}::test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them",
-)
-def slurm_ends_tasks_that_are_exiting_with_75(ignore_the_rest, listener):
-    return None
-
-
-@fault(
     "helios.engines.numerics:numerics",
     "tests/integration/test_resume.py::test_two_threads_stay_two_threads",
 )
 def the_number_of_threads_is_not_restored(numerics, **more):
     return numerics(**{**more, "num_threads": None})
-
-
-@fault(
-    "helios.core.signal_watch:SignalReceiver._give_back",
-    "tests/core/test_signal_watch.py::test_signals_are_noted_and_what_was_found_is_there_again",
-)
-def handlers_of_signals_stay_after_fit(give_back, receiver, number):
-    return None
 
 
 @fault(
@@ -75,11 +42,3 @@ LOST = "tests/data/test_lost_workers.py"
 def new_workers_begin_one_batch_too_late(open_again, batches, loss):
     batches._batch += 1
     open_again(batches, loss)
-
-
-@fault(
-    "helios.start.processes:describe_data_sets",
-    "tests/start/test_same_data_everywhere.py::test_processes_with_other_data_do_not_start",
-)
-def what_data_sets_hold_is_not_compared_over_processes(describe_data_sets, sources):
-    return {}

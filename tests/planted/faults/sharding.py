@@ -7,8 +7,6 @@ from tests.planted.planting import fault
 TRAINING = "tests/sharding/test_sharded_training.py"
 SAME_BITS = f"{TRAINING}::test_sharded_networks_have_the_bits_of_whole_ones"
 RECOMPUTED = "tests/sharding/test_recomputation.py"
-STEPS = "tests/sharding/test_steps_of_users.py"
-PADDING = "tests/sharding/test_padding_turns.py::test_a_repeated_step_changes_nothing"
 CLIPPED = f"{TRAINING}::test_accumulated_and_clipped_the_bits_are_those_of_one_process"
 
 
@@ -41,22 +39,6 @@ def a_forward_that_is_computed_again_updates_batchnorm_twice(back_up, start, *ot
 
 
 @fault(
-    "helios.sharding.recomputation:_set_states",
-    "tests/sharding/test_recomputation.py::test_a_second_forward_starts_as_the_first_and_leaves_no_trace",
-)
-def a_forward_that_is_computed_again_draws_other_numbers(set_states, states):
-    return None
-
-
-@fault(
-    "helios.sharding.recomputation:_Start._require_unchanged",
-    "tests/sharding/test_recomputation.py::test_parameters_that_are_changed_before_backward_are_an_error",
-)
-def a_forward_is_computed_again_with_weights_that_have_changed(require_unchanged, start):
-    return None
-
-
-@fault(
     "helios.start.keyed_init:KeyedInit._run",
     "tests/start/test_keyed_init.py::test_a_module_gets_what_its_initializer_draws_under_the_key_of_its_path",
 )
@@ -67,22 +49,6 @@ def the_name_of_a_module_is_missing_in_its_key(run, init, module, watch):
         return run(init, module, watch)
     finally:
         init._paths = paths
-
-
-@fault(
-    "helios.start.keyed_init:KeyedInit._is_repeated",
-    "tests/start/test_keyed_init.py::test_what_setup_would_lose_is_refused_by_name",
-)
-def what_setup_writes_outside_of_initializers_is_lost(is_repeated, init, *args):
-    return True
-
-
-@fault(
-    "helios.sharding.sharded_gradients:UnitCalls._compare_one",
-    "tests/sharding/test_unit_calls.py::test_other_units_are_named_before_they_are_gathered",
-)
-def processes_may_gather_different_units(compare_one, calls, *args):
-    return None
 
 
 @fault(
@@ -109,14 +75,6 @@ def a_migrated_run_forgets_its_generators(take_randomness, old):
 )
 def activations_of_units_are_kept(call, forward, *args, **kwargs):
     return forward._forward(*args, **kwargs)
-
-
-@fault(
-    "helios.sharding.fsdp_adapter:ShardedUnit.watch_values",
-    f"{STEPS}::test_what_shards_would_lose_is_refused",
-)
-def what_a_forward_writes_to_sharded_parameters_is_lost(watch_values, unit, refuse):
-    return None
 
 
 @fault("helios.sharding.sharded_gradients:ShardedGradients._find_present", SAME_BITS)
@@ -155,8 +113,3 @@ def one_process_adds_the_micro_batches_of_each_replica_first(
         collect(gradient_sum, replica, ends_window=ends_window)
     finally:
         gradient_sum._replicas = found
-
-
-@fault("helios.sharding.repeated_steps:_set_generators", PADDING)
-def a_repeated_step_draws_numbers(set_generators, model, state):
-    return None

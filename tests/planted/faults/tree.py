@@ -86,13 +86,6 @@ def the_buffers_of_the_last_replica_are_kept(commit, buffers):
 
 
 @fault(
-    "helios.replicas.module_buffers:ReplicaBuffers.enter", "tests/replicas/test_replica_runner.py"
-)
-def a_replica_goes_on_with_the_buffers_of_the_one_before_it(enter, buffers, replica):
-    return None
-
-
-@fault(
     "helios.replicas.named_sums:_add_up",
     "tests/replicas/test_replicas.py::test_means_and_sums_follow_the_tree",
 )
@@ -116,14 +109,6 @@ def a_bucket_leaves_before_the_replicas_of_its_process_are_added(preview, stack)
     return [], preview(stack)[1]
 
 
-@fault(
-    "helios.replicas.gradients:SharedGradients.drop_old",
-    "tests/distributed/test_joined_late.py::test_parameters_that_join_an_optimizer_train_alike_on_any_number_of_processes",
-)
-def gradients_from_before_the_run_are_added(drop_old, gradients, optimizer):
-    return None
-
-
 @fault("helios.replicas.gradients:GradientBuckets._move", BUCKETS)
 def buckets_leave_as_backward_comes_to_them(move, buckets, number):
     bucket = buckets._bucket_of[number]
@@ -135,36 +120,11 @@ def buckets_leave_as_backward_comes_to_them(move, buckets, number):
     move(buckets, number)
 
 
-@fault(
-    "helios.replicas.tree_reducer:TreeReducer.attach",
-    "tests/distributed/test_exchanges.py::test_a_sum_carries_the_message_that_is_attached",
-)
-def a_sum_carries_no_message(attach, reducer, message):
-    return None
-
-
-@fault(
-    "helios.replicas.module_buffers:ReplicaBuffers.read",
-    "tests/replicas/test_module_buffers.py::test_each_replica_has_its_own_in_a_window",
-)
-def the_buffers_of_replica_0_are_not_read(read, buffers, content, *, has_changed):
-    return None
-
-
 @fault("helios.replicas.named_sums:NumberReducer._read", f"{ELASTIC}[4-2-2]")
 def hashes_of_batches_are_not_added_over_processes(read, reducer, tables, rows):
     found = read(reducer, tables, rows)
     reducer.totals = rows[0, 1 : 1 + len(reducer.totals)].tolist()
     return found
-
-
-@fault(
-    "helios.replicas.gradients:WindowWeights.pop_sum",
-    "tests/distributed/test_weighted_losses.py"
-    "::test_gradients_are_sums_that_are_divided_once[3-1-loss]",
-)
-def the_weights_of_losses_are_left_out(pop_sum, weights, optimizer):
-    return None
 
 
 @fault(
