@@ -1,4 +1,4 @@
-"""The display of progress: bars on a terminal, and lines of the log (H44)."""
+"""The display of progress: bars on a terminal, and lines of the log."""
 
 from __future__ import annotations
 
@@ -249,20 +249,6 @@ def test_an_interrupted_epoch_does_not_count(
         trainer.fit(Stopped("stopped"), Data())
     (epochs,) = [row for row in terminal.rows() if row.startswith("epochs:")]
     assert "| 0/2 [" in epochs
-
-
-@pytest.mark.shows("H44")
-def test_nothing_is_drawn_when_off(capsys: pytest.CaptureFixture[str], time: Time) -> None:
-    display = create_display(False, clock=time)
-    start(display)
-    display.epoch_opened(0, 10, 0)
-    advance(display, time, 2, seconds=1.0)
-    display.epoch_ended()
-    display.evaluated("validation", 0, 1)
-    display.evaluated("validation", 1, 1)
-    display.paused()
-    display.close()
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.shows("H44")
