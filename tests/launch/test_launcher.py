@@ -1,9 +1,8 @@
-"""Starting processes and ending them: results, errors, kills, and nothing left over (H51, H65)."""
+"""Starting processes and ending them: results, errors, kills, and nothing left over."""
 
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ import torch
 import helios
 from helios.core.signal_watch import SignalReceiver
 from helios.distributed import collectives, process_groups
-from helios.errors import RankError, UsageError
+from helios.errors import UsageError
 from helios.launch import rank as ranks
 from helios.launch.launcher import Launch, LaunchKind
 from helios.launch.rank import RankQueue
@@ -168,23 +167,6 @@ def test_an_error_is_raised_again_and_ends_ranks_that_wait_or_do_not_listen(
     assert cause.lstrip().startswith("Raised by rank 1 of 3:\nTraceback")
     assert "in fail_while_others_wait" in cause
     assert all_gone([queue.get() for _ in range(3)])
-
-
-def die_with_a_worker(rank: int, queue: RankQueue) -> None:
-    if rank == 0:
-        wait_for_the_others()
-    worker = multiprocessing.get_context("fork").Process(target=wait_forever)
-    worker.start()
-    queue.put(worker.pid)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@slow
-def test_a_killed_rank_is_named_and_its_children_end() -> None:
-    queue: Queue[int] = Queue()
-    with pytest.raises(RankError, match=r"^Rank 1 of 2 was ended by SIGKILL before it returned"):
-        spawn(die_with_a_worker, 2, queue=queue)
-    assert all_gone([queue.get()])
 
 
 class UnreadableError(Exception):
