@@ -97,7 +97,9 @@ def weights_of(model: Any) -> int:
 HEAD, BASE = ["head.weight", "head.bias"], ["base.weight", "base.bias"]
 
 
-@pytest.mark.parametrize("options", [{}, {"nproc": 2}, {"init": "keyed"}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"nproc": 2}, marks=pytest.mark.full), {"init": "keyed"}]
+)
 def test_a_resumed_run_ends_with_the_bits_of_one_that_saves_everything(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:

@@ -135,7 +135,7 @@ def test_an_error_of_one_rank_reaches_the_script_and_is_told_once(
     assert all_gone([int(pid) for pid in pids.read_text().split()])
 
 
-@pytest.mark.shows("H65")
+@slow
 def test_a_job_starts_again_by_itself_when_a_rank_was_killed(tmp_path: Path) -> None:
     expected = undisturbed(folder=tmp_path / "alone", replicas=3)
     line = [f"--folder={tmp_path / 'run'}", "--replicas=3", "--nproc=2", "--fault=kill"]

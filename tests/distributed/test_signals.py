@@ -186,8 +186,8 @@ def test_ranks_of_torchrun_save_and_say_75(way: str, whole: Bits, tmp_path: Path
     go_on(tmp_path / "run", whole, torchrun=3)
 
 
-@pytest.mark.shows("S12")
-@pytest.mark.parametrize("to", ["self", pytest.param("parent", marks=slow)])
+@slow
+@pytest.mark.parametrize("to", ["self", "parent"])
 def test_an_interruption_starts_nothing_again(to: str, tmp_path: Path) -> None:
     """A rank that gets the signal does not come to a safe point: then all end without a save."""
     folder = tmp_path / "run"
