@@ -216,7 +216,7 @@ def test_each_point_of_a_killed_run_is_there_once(address: str, tmp_path: Path) 
     assert run.data.params.items() >= {("rate", "0.05"), ("options.total_steps", "14")}
 
 
-@pytest.mark.shows("P63")
+@pytest.mark.full
 def test_a_start_that_changed_something_logs_again_from_its_step_on(
     address: str, tmp_path: Path
 ) -> None:
