@@ -1,10 +1,8 @@
-"""Files that run something if anybody lets them, and others that nobody wants to meet."""
+"""Files that nobody wants to meet under the name of a checkpoint."""
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
-import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 
 from helios.checkpoint.store import RunFolder
 from helios.storage.files import digest_file
-from tests.checkpoint.helpers import make_payload, make_sidecar, save
+from tests.checkpoint.helpers import make_sidecar, save
 
 PLACE = (2, 4)
 NAME = "run_epoch_2_iter_4.pth"
@@ -28,57 +26,6 @@ class Calling:
 
     def __reduce__(self) -> Any:
         return self.call
-
-
-class Restoring:
-    """Pickles as an object of a user's class with state."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = str(target)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Path(state["target"]).touch()
-
-
-def _touch(target: Path) -> str:
-    return f"__import__('pathlib').Path({str(target)!r}).touch()"
-
-
-def malicious_payloads(target: Path) -> dict[str, Any]:
-    """Return payloads that would make ``target``, by what they do."""
-    return {
-        "os.system": Calling(os.system, f"touch {target}"),
-        "eval": Calling(builtins.eval, _touch(target)),
-        "exec": Calling(builtins.exec, _touch(target)),
-        "a call inside the model": make_payload(*PLACE, net=Calling(builtins.eval, _touch(target))),
-        "a user's class inside": make_payload(*PLACE, net=Restoring(target)),
-        "hooks of a tensor": make_payload(*PLACE, net=_with_hooks(target)),
-    }
-
-
-def _with_hooks(target: Path) -> Any:
-    weight = torch.zeros(2)
-    arguments = (weight.untyped_storage(), 0, (2,), (1,), False, Calling(eval, _touch(target)))
-    return Calling(torch._utils._rebuild_tensor_v2, *arguments)
-
-
-MALICE = tuple(malicious_payloads(Path()))
-
-
-def write_malicious(folder: Path, name: str, target: Path, *, is_signed: bool) -> Path:
-    """Write such a payload, with a valid sidecar if wanted, and return the file."""
-    path = folder / NAME
-    folder.mkdir(exist_ok=True)
-    torch.save(malicious_payloads(target)[name], path)
-    if is_signed:
-        sign(path)
-    return path
-
-
-def sign(path: Path) -> None:
-    """Write the sidecar that a checkpoint with these bytes would have."""
-    sidecar = make_sidecar(*PLACE, digest=digest_file(path))
-    path.with_suffix(".json").write_text(sidecar.to_json())
 
 
 def _good(path: Path) -> None:
@@ -130,13 +77,6 @@ def _compressed(path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
         for name, data in parts.items():
             target.writestr(name, data)
-
-
-class TrainingState:
-    """Pickled as helios-ml 1.x did its own."""
-
-    def __init__(self) -> None:
-        self.global_epoch, self.global_iteration = PLACE
 
 
 def _old(path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -157,80 +155,48 @@ def test_a_folder_is_never_written_over(tmp_path: Path) -> None:
     assert load("huggingface", path)["a"].tolist() == [1.0, 1.0]
 
 
-class Bomb:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.mark),)
-
-
-_RANK = "__1_0.distcp"
-
-
 @pytest.mark.shows("P100")
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        (RECORD_NAME, "a pickle"),
-        (METADATA_NAME, "missing"),
-        (_RANK, "a flipped bit"),
-        (_RANK, "truncated"),
-    ],
-)
 def test_a_damaged_folder_is_refused_by_name_and_nothing_is_written(
-    kind: str, name: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save_network(RunFolder(tmp_path / "run"), make_state())
-    part, mark = path / name, tmp_path / "executed"
+    part = path / "__1_0.distcp"
     data = bytearray(part.read_bytes())
-    if damage == "a flipped bit":
-        data[len(data) // 2] ^= 4
-    elif damage == "truncated":
-        del data[-3:]
-    elif damage == "a pickle":
-        data = bytearray(pickle.dumps(Bomb(mark)))
+    data[len(data) // 2] ^= 4
     part.write_bytes(data)
-    if damage == "missing":
-        part.unlink()
     before = names(path.parent)
     assert run(path, kind) == 1
-    assert name in capsys.readouterr().err
+    assert part.name in capsys.readouterr().err
     assert names(path.parent) == before
-    assert not mark.exists()
 
 
 def load_by_transformers() -> None:
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     root = Path(sys.argv[1])
-    sizes = {"vocab_size": 64, "num_attention_heads": 2}
-    gpt = GPT2Config(**sizes, n_positions=16, n_embd=32, n_layer=2, bos_token_id=0)
-    bert = BertConfig(**sizes, hidden_size=32, num_hidden_layers=1, intermediate_size=32)
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    network = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0))
     tokens, report = torch.arange(16)[None], []
-    for network in (GPT2LMHeadModel(gpt), BertForMaskedLM(bert)):
-        kind = type(network)
-        for form, save in SAVES.items():
-            folder = root / kind.__name__ / form[1:]
-            path = save(RunFolder(folder), network.state_dict())
-            for size in (5 * 10**9, 20_000):
-                out = folder / str(size)
-                export_in_parts(path, out, size)
-                network.config.save_pretrained(out)
-                loaded, facts = kind.from_pretrained(out, output_loading_info=True)
-                own, other = network.state_dict(), loaded.state_dict()
-                ends = loaded.get_output_embeddings(), loaded.get_input_embeddings()
-                found = {
-                    "files": len(list(out.glob("*.safetensors"))),
-                    "odd": [str(part) for part in facts.values() if part],
-                    "bytes": all(bytes_of(own[name]) == bytes_of(other[name]) for name in own),
-                    "names": list(own) == list(other),
-                    "tied": ends[0].weight is ends[1].weight,
-                    "logits": bytes_of(network.eval()(tokens).logits)
-                    == bytes_of(loaded.eval()(tokens).logits),
-                }
-                report.append(found)
+    for form, save in SAVES.items():
+        path = save(RunFolder(root / form[1:]), network.state_dict())
+        for size in (5 * 10**9, 20_000):
+            out = root / form[1:] / str(size)
+            export_in_parts(path, out, size)
+            network.config.save_pretrained(out)
+            loaded, facts = GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
+            own, other = network.state_dict(), loaded.state_dict()
+            ends = loaded.get_output_embeddings(), loaded.get_input_embeddings()
+            logits = [bytes_of(each.eval()(tokens).logits) for each in (network, loaded)]
+            found = {
+                "files": len(list(out.glob("*.safetensors"))),
+                "odd": [str(part) for part in facts.values() if part],
+                "bytes": all(bytes_of(own[name]) == bytes_of(other[name]) for name in own),
+                "names": list(own) == list(other),
+                "tied": ends[0].weight is ends[1].weight,
+                "logits": logits[0] == logits[1],
+            }
+            report.append(found)
     print(json.dumps(report))
 
 
@@ -243,7 +209,7 @@ def test_transformers_loads_the_folder_with_every_byte_and_tie(
     done = call(load_by_transformers, tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert len(report) == 8
+    assert len(report) == 4
     for number, found in enumerate(report):
         count = found.pop("files")
         assert (count > 1) == bool(number % 2)
@@ -251,13 +217,10 @@ def test_transformers_loads_the_folder_with_every_byte_and_tie(
         assert found == expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["base_model.model.block.query.lora_A.default.weight", "encoder.block.lora_B.default.weight"],
-)
 def test_adapters_are_refused_with_what_works_instead(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    name = "base_model.model.block.query.lora_A.default.weight"
     state = {"base.weight": torch.ones(2, 2), name: torch.arange(4.0).view(2, 2)}
     path = save_whole(RunFolder(tmp_path), state)
     assert run(path, "huggingface", "--out", tmp_path / "folder") == 2

@@ -1,4 +1,4 @@
-"""Names of checkpoints: made, extended by the model, and found again (H21-H23, C1, C2)."""
+"""Names of checkpoints: made, extended by the model, and found again."""
 
 from __future__ import annotations
 
@@ -100,19 +100,11 @@ def test_the_last_checkpoint_has_the_highest_pair_and_not_the_highest_iteration(
     tmp_path: Path,
 ) -> None:
     touch(tmp_path, "r_epoch_2_iter_5.pth", "r_epoch_10_iter_4.pth", "r_epoch_9_iter_99_x.pth")
+    # No checkpoints: partial, damaged and foreign files, and folders.
+    touch(tmp_path, "r_epoch_15_iter_5.pth.tmp", "r_epoch_16_iter_6.pth.damaged", "best.pth")
+    (tmp_path / "r_epoch_19_iter_9.pth").mkdir()
+    touch(tmp_path / "r_epoch_19_iter_9.pth", "r_epoch_99_iter_99.pth")
     assert file_names.find_last_checkpoint(tmp_path) == tmp_path / "r_epoch_10_iter_4.pth"
-
-
-def test_partial_damaged_and_foreign_files_and_folders_are_no_checkpoints(tmp_path: Path) -> None:
-    touch(
-        tmp_path,
-        *("r_epoch_5_iter_5.pth.tmp", "r_epoch_6_iter_6.pth.damaged", "r_epoch_7_iter_7.json"),
-        *("best.pth", "r_epoch_8_iter_8.pt", "r_epoch_1_iter_1.pth"),
-    )
-    (tmp_path / "r_epoch_9_iter_9.pth").mkdir()
-    (tmp_path / "sub").mkdir()
-    touch(tmp_path / "sub", "r_epoch_99_iter_99.pth")
-    assert file_names.find_last_checkpoint(tmp_path) == tmp_path / "r_epoch_1_iter_1.pth"
 
 
 @pytest.mark.parametrize(

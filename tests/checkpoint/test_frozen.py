@@ -97,7 +97,9 @@ def weights_of(model: Any) -> int:
 HEAD, BASE = ["head.weight", "head.bias"], ["base.weight", "base.bias"]
 
 
-@pytest.mark.parametrize("options", [{}, {"nproc": 2}, {"init": "keyed"}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"nproc": 2}, marks=pytest.mark.full), {"init": "keyed"}]
+)
 def test_a_resumed_run_ends_with_the_bits_of_one_that_saves_everything(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -114,31 +116,6 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_saves_everything(
     scores = make_trainer(tmp_path / "cut", **options).validate(model, Data())
     assert scores == dict(make_trainer(tmp_path / "whole").validate(Net(), Data()))
     assert weights_of(model) == weights_of(whole)
-
-
-class Large(Net):
-    width = 2**20
-
-
-class Adapted(Large):
-    """Trains a thousandth of what it has."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup()
-        self.base = nn.Sequential(self.base, self.head).requires_grad_(False)
-        self.head = nn.Linear(1, 1)
-        self.optimizer = torch.optim.Adam(self.head.parameters(), lr=0.01)
-
-
-def test_a_large_base_takes_no_space(tmp_path: Path) -> None:
-    sizes = []
-    for store in (REFERENCE, None):
-        model = train(tmp_path / str(store), model=Adapted(), store=store)
-        sizes.append(newest(tmp_path / str(store)).stat().st_size)
-    base = sum(each.nbytes for each in model.base.parameters())
-    assert sizes[1] > base > 2**23
-    assert sizes[0] < 2**17
-    assert sizes[1] - sizes[0] >= base
 
 
 def _thaw(model: Any, epoch: int) -> None:
@@ -199,14 +176,14 @@ class Without(Net):
         (Net, Without, r"setup\(\) of Without does not make: base\.weight, base\.bias\."),
     ],
 )
-@pytest.mark.parametrize("call", ["fit", "validate"])
 def test_a_setup_that_makes_something_else_is_refused_by_name(
-    tmp_path: Path, first: Any, second: Any, message: str, call: str
+    tmp_path: Path, first: Any, second: Any, message: str
 ) -> None:
     train(tmp_path, 1, first())
     before = newest(tmp_path).read_bytes()
-    with pytest.raises(RunMismatchError, match=message):
-        getattr(make_trainer(tmp_path, 2), call)(second(), Data())
+    for call in ("fit", "validate"):
+        with pytest.raises(RunMismatchError, match=message):
+            getattr(make_trainer(tmp_path, 2), call)(second(), Data())
     assert newest(tmp_path).read_bytes() == before
 
 
@@ -221,34 +198,6 @@ def test_without_a_model_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["export", str(path), "--to", "pt", "--out", str(out)]) != 0
     assert "base.weight, base.bias" in capsys.readouterr().err
     assert not out.exists()
-
-
-class Loading(Net):
-    """Loads its base from a file, at each start."""
-
-    def __init__(self, source: Path) -> None:
-        super().__init__()
-        self.source = source
-
-    unsaved = ("change", "source")
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup(fast_init)
-        helios.load_weights(self.source, self.base)
-
-
-def test_weights_are_loaded_at_each_start(tmp_path: Path) -> None:
-    source = tmp_path / "base.pt"
-    torch.save({"weight": torch.ones(64, 1), "bias": torch.ones(64)}, source)
-    train(tmp_path, 1, Loading(source))
-    assert held_in(tmp_path) == (HEAD, BASE)
-    model = train(tmp_path, 2, Loading(source))
-    assert model.base.weight.sum() == 64
-    make_trainer(tmp_path).validate(Loading(source), Data())
-    source.unlink()
-    for call in ("fit", "validate"):
-        with pytest.raises(CheckpointError, match="There is no file at"):
-            getattr(make_trainer(tmp_path, 3), call)(Loading(source), Data())
 
 
 @pytest.mark.parametrize("stores", [(REFERENCE, None), (None, REFERENCE)])

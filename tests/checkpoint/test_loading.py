@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ import torch
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.loading import Depth
 from helios.checkpoint.status import examine
-from helios.checkpoint.store import CheckpointStore, RunFolder, load_checkpoint
+from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import CheckpointError, DamagedCheckpointError, IncompatibleCheckpointError
-from helios.state import TrainingState
 from helios.storage import codec, files
 from tests.checkpoint.helpers import (
     is_same,
@@ -252,19 +250,3 @@ def test_a_migrated_file_may_carry_its_older_name(folder: RunFolder) -> None:
     loaded = folder.load_newest()
     assert loaded is not None
     assert loaded.path == path
-
-
-def test_a_single_file_is_loaded_with_its_counters_as_an_object(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    payload = make_payload(1, 7)
-    path = save_payload(folder, payload, stem="run_epoch_1_iter_7", sidecar=make_sidecar(1, 7))
-    loaded = load_checkpoint(str(path))
-    assert loaded["training_state"] == TrainingState(global_epoch=1, global_iteration=7)
-    assert set(loaded) == set(payload)
-    shutil.copy(path, tmp_path / "weights.pth")
-    assert load_checkpoint(tmp_path / "weights.pth")["version"] == "3.0.0"
-
-
-def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"gone\.pth"):
-        load_checkpoint(tmp_path / "gone.pth")

@@ -1,4 +1,4 @@
-"""Broken, cut and swapped files by the thousand: never a wrong load.
+"""Broken, cut and swapped files by the hundred: never a wrong load.
 
 A load gives exactly what was saved, or a message that names the file; it never fills the memory.
 A mutant may load: where a byte means nothing, as in the white space of a sidecar.
@@ -28,13 +28,9 @@ _SPARE_BYTES = 1 << 30
 Mutation = Callable[[bytearray, random.Random], None]
 
 
-def _flip_one(data: bytearray, rng: random.Random) -> None:
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-
-
-def _flip_many(data: bytearray, rng: random.Random) -> None:
-    for _ in range(rng.randint(2, 30)):
-        _flip_one(data, rng)
+def _flip(data: bytearray, rng: random.Random) -> None:
+    for _ in range(rng.choice([1, 1, 1, 2, 30])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
 
 
 def _flip_near_the_end(data: bytearray, rng: random.Random) -> None:
@@ -51,54 +47,28 @@ def _set_a_number(data: bytearray, rng: random.Random) -> None:
 
 
 def _cut(data: bytearray, rng: random.Random) -> None:
-    del data[rng.randrange(len(data)) :]
-
-
-def _cut_the_head(data: bytearray, rng: random.Random) -> None:
-    del data[: rng.randint(1, len(data))]
+    start = rng.randrange(len(data))
+    del data[start : rng.choice([start + 64, len(data)])]
 
 
 def _extend(data: bytearray, rng: random.Random) -> None:
-    data += rng.choice([bytes(rng.randint(1, 2000)), rng.randbytes(rng.randint(1, 2000))])
-
-
-def _repeat(data: bytearray, rng: random.Random) -> None:
-    """As when blocks are written twice."""
-    start = rng.randrange(len(data))
-    data += data[start:]
-
-
-def _zero(data: bytearray, rng: random.Random) -> None:
-    start = rng.randrange(len(data))
-    end = min(len(data), start + rng.choice([1, 4, 64, 512, 4096]))
-    data[start:end] = bytes(end - start)
-
-
-def _lose_a_part(data: bytearray, rng: random.Random) -> None:
-    start = rng.randrange(len(data))
-    del data[start : start + rng.choice([1, 4, 64, 512])]
+    data += rng.choice([bytes(rng.randint(1, 2000)), data[rng.randrange(len(data)) :]])
 
 
 def _move_a_block(data: bytearray, rng: random.Random) -> None:
-    """As when a disk writes to the wrong place."""
+    """As when a disk writes to the wrong place, or nothing."""
     start, target = rng.randrange(len(data)), rng.randrange(len(data))
     block = data[start : start + rng.choice([16, 64, 512])]
-    data[target : target + len(block)] = block
+    data[target : target + len(block)] = rng.choice([block, bytes(len(block))])
 
 
 MUTATIONS: tuple[Mutation, ...] = (
-    _flip_one,
-    _flip_one,
-    _flip_one,
-    _flip_many,
+    _flip,
+    _flip,
     _flip_near_the_end,
     _set_a_number,
     _cut,
-    _cut_the_head,
     _extend,
-    _repeat,
-    _zero,
-    _lose_a_part,
     _move_a_block,
 )
 SWAPS = (
@@ -208,7 +178,7 @@ def judge(mutants: Mutants, broken: str, caplog: pytest.LogCaptureFixture) -> li
 @pytest.mark.shows("S38")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_digest", [True, False], ids=["digest", "no digest"])
-@pytest.mark.parametrize("count", [1000, pytest.param(5000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.full)])
 def test_mutated_files_are_never_loaded_wrongly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, has_digest: bool
 ) -> None:
@@ -225,6 +195,5 @@ def test_mutated_files_are_never_loaded_wrongly(
                 gone = Retention(rules).plan(mutants.folder.entries())
                 assert len(mutants.folder.entries()) == len(ITERATIONS), broken
                 assert mutants.folder.entries()[-1] not in gone, broken
-    print(f"\n{count} mutants, {sum(tally.values())} loads: {dict(tally)}")
     assert tally["refused"] > count // 2
     assert tally["fell back"] > count // 4

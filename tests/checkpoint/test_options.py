@@ -10,33 +10,28 @@ import pytest
 from helios.checkpoint.retention import CheckpointStore, KeepBest
 from helios.errors import ArgumentError, UsageError
 
+_BEST: dict[str, Any] = {"count": 1, "metric": "loss", "mode": "min"}
+
 
 @pytest.mark.shows("S5")
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("kind", "name", "value"),
     [
-        ("keep_last", 0),
-        ("keep_every", 2.0),
-        ("keep_best", 3),
-        ("on_save_error", "ignore"),
-        ("is_async", 1),
-        ("digest", "sha256"),
+        (CheckpointStore, "keep_last", 0),
+        (CheckpointStore, "keep_every", 2.0),
+        (CheckpointStore, "keep_best", 3),
+        (CheckpointStore, "on_save_error", "ignore"),
+        (CheckpointStore, "is_async", 1),
+        (KeepBest, "count", 0),
+        (KeepBest, "metric", ""),
+        (KeepBest, "mode", "highest"),
     ],
 )
-def test_a_bad_value_of_the_store_is_named(name: str, value: Any) -> None:
-    with pytest.raises(ArgumentError, match=rf"^CheckpointStore\({name}=\.\.\.\) must be .* got "):
-        CheckpointStore(**{name: value})
-
-
-@pytest.mark.shows("S5")
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("count", 0), ("metric", ""), ("mode", "highest")],
-)
-def test_a_bad_value_of_the_best_is_named(name: str, value: Any) -> None:
-    good: dict[str, Any] = {"count": 1, "metric": "loss", "mode": "min"}
-    with pytest.raises(ArgumentError, match=rf"^KeepBest\({name}=\.\.\.\) must be .* got "):
-        KeepBest(**{**good, name: value})
+def test_a_bad_value_is_named(kind: Any, name: str, value: Any) -> None:
+    good = _BEST if kind is KeepBest else {}
+    message = rf"^{kind.__name__}\({name}=\.\.\.\) must be .* got "
+    with pytest.raises(ArgumentError, match=message):
+        kind(**{**good, name: value})
 
 
 @pytest.mark.shows("U28")

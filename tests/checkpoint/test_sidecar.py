@@ -29,11 +29,6 @@ def read(text: str) -> Sidecar:
     return Sidecar.from_json(text, name="x.json")
 
 
-def test_a_sidecar_comes_back_as_it_was() -> None:
-    assert read(FULL.to_json()) == FULL
-    assert read(make_sidecar(1, 1).to_json()) == make_sidecar(1, 1)
-
-
 @pytest.mark.shows("S48")
 def test_a_sidecar_is_a_projection_of_the_record() -> None:
     record = Record(

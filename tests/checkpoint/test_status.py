@@ -8,7 +8,6 @@ import pytest
 
 from helios.checkpoint import loading, status
 from helios.checkpoint.loading import Condition, Depth
-from helios.checkpoint.status import StartOutcome
 from helios.checkpoint.store import RunFolder
 from helios.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint import hostile
@@ -43,27 +42,6 @@ def make_folder(folder: Path) -> RunFolder:
     for iteration in (1, 2, 3):
         save(run, 1, iteration)
     return run
-
-
-def damage(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def survey_one(root: Path) -> status.FolderStatus:
-    (folder,) = status.survey(root)
-    return folder
-
-
-@pytest.mark.shows("S19")
-def test_where_all_are_damaged_no_fresh_start_is_promised(tmp_path: Path) -> None:
-    run = make_folder(tmp_path / "run")
-    for entry in run.entries():
-        damage(entry.path)
-    assert survey_one(tmp_path).outcome is StartOutcome.REFUSES
-    with pytest.raises(DamagedCheckpointError):
-        run.load_newest()
-    folder = survey_one(tmp_path)
-    assert (folder.start, folder.outcome) == (None, StartOutcome.REFUSES)
 
 
 def test_runs_below_a_folder_are_found_except_what_was_moved_aside(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,6 @@ from tests.checkpoint.helpers import make_payload, make_sidecar, names, save
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "root" / "model", CheckpointStore())
-
-
-def test_a_checkpoint_is_a_file_and_a_sidecar_with_its_digest(folder: RunFolder) -> None:
-    path = save(folder, 3, 100)
-    assert path == folder.path / "run_epoch_3_iter_100.pth"
-    assert names(folder.path) == ["run_epoch_3_iter_100.json", "run_epoch_3_iter_100.pth"]
-    table = json.loads((folder.path / "run_epoch_3_iter_100.json").read_text())
-    assert table["digest"] == files.digest_file(path)
-    assert (table["epoch"], table["iteration"], table["num_replicas"]) == (3, 100, 1)
-    assert (table["schema"], table["run_name"]) == (file_names.SCHEMA, "run")
-    assert table["level"] == "restart"
-    assert table["version"]
 
 
 @pytest.mark.shows("R41", "S18")
@@ -159,19 +146,3 @@ def test_cleaning_removes_what_a_kill_left_and_nothing_else(folder: RunFolder) -
     folder.clean()
     assert set(names(folder.path)) == kept
     assert path.exists()
-
-
-def test_everything_of_the_run_is_moved_aside_and_nothing_else(folder: RunFolder) -> None:
-    save(folder, 1, 1)
-    save(folder, 1, 2)
-    folder.rename_damaged(save(folder, 1, 3))
-    (folder.path / "notes.txt").touch()
-    moved = names(folder.path)
-    moved.remove("notes.txt")
-    target = folder.move_aside()
-    assert target is not None
-    assert target.name.startswith("before-")
-    assert names(target) == moved
-    assert names(folder.path) == [target.name, "notes.txt"]
-    assert folder.load_newest() is None
-    assert RunFolder(target).load(target / "run_epoch_1_iter_2.pth").sidecar is not None

@@ -21,7 +21,6 @@ from helios.cli import main
 from tests.checkpoint import hostile
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.cli import helps
-from tests.support.synthetic_run import write_run_file
 
 COMMANDS = {
     "ls": lambda path: ["ls", str(path.parent)],
@@ -72,10 +71,6 @@ def test_the_help_is_that_of_the_golden_file(name: str) -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
-def test_no_golden_file_is_left_over() -> None:
-    assert {path.name for path in helps.FOLDER.iterdir()} == set(helps.help_texts())
-
-
 @pytest.mark.shows("S27")
 def test_ls_lists_and_marks_where_a_start_goes_on(
     root: Path, capsys: pytest.CaptureFixture[str]
@@ -91,17 +86,6 @@ def test_ls_lists_and_marks_where_a_start_goes_on(
     assert rows[2][0] == "run_epoch_1_iter_3.pth"
     assert rows[2][3] == "damaged"
     assert "run_epoch_1_iter_3.pth is not a complete archive" in lines[5]
-
-
-def test_ls_and_inspect_say_how_the_last_start_has_ended(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    end = {"event": "interruption", "cause": "SIGTERM"}
-    write_run_file(root / "run", {"event": "start"}, {"event": "start", "processes": 2}, end)
-    for words in (("ls", root), ("inspect", root / "run")):
-        (line,) = [x for x in Ran(capsys, *words).out.splitlines() if x.startswith("starts ")]
-        assert line.split(maxsplit=1)[1].startswith("2, the last one 2026-01-02T03:04:05+00:00")
-        assert line.endswith("2 processes: interruption: SIGTERM")
 
 
 @pytest.mark.shows("S29")
@@ -180,23 +164,6 @@ def test_every_kind_of_file_ends_in_a_code_and_a_message_with_its_name(
         assert len(set(path.parent.iterdir()) - before) == (state == "good")
 
 
-@pytest.mark.shows("S17", "P100")
-@pytest.mark.parametrize("is_signed", [False, True])
-@pytest.mark.parametrize("name", hostile.MALICE)
-def test_no_command_executes_anything_in_a_file(
-    name: str, is_signed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = tmp_path / "executed"
-    path = hostile.write_malicious(tmp_path / "run", name, target, is_signed=is_signed)
-    for words in COMMANDS.values():
-        ran = Ran(capsys, *words(path))
-        assert not target.exists()
-        assert "Traceback" not in ran.err
-    ran = Ran(capsys, "verify", path)
-    assert "refers to" in ran.out
-    assert ran.code == 1
-
-
 def test_export_writes_beside_the_checkpoint_and_says_where_from(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,22 +182,6 @@ def test_export_writes_beside_the_checkpoint_and_says_where_from(
     assert len(file_names.find_checkpoints(newest(root).parent)) == 3
 
 
-@pytest.mark.shows("P98")
-def test_export_to_huggingface_says_that_a_config_is_missing(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("export", newest(root), "--to", "huggingface")
-    ran = Ran(capsys, *words)
-    assert (ran.code, ran.err) == (0, "")
-    assert "needs a config.json" in ran.out
-    target = tmp_path / "out"
-    document = Ran(capsys, *words, "--out", target, "--json").json
-    assert document["path"] == str(target)
-    assert document["files"] == ["model.safetensors"]
-    with safe_open(target / "model.safetensors", framework="pt") as opened:
-        assert opened.metadata() == document["metadata"]
-
-
 def test_export_does_not_write_over_a_file_without_force(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,18 +194,6 @@ def test_export_does_not_write_over_a_file_without_force(
     assert target.read_text() == "mine"
     assert Ran(capsys, *words, "--force").code == 0
     assert list(torch.load(target, weights_only=True)) == ["weight"]
-
-
-@pytest.mark.shows("S28")
-def test_export_of_a_damaged_file_writes_nothing(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = sorted(newest(root).parent.iterdir())
-    damage(newest(root))
-    ran = Ran(capsys, "export", newest(root), "--to", "pt")
-    assert (ran.code, ran.out) == (1, "")
-    assert ran.err.startswith(f"helios export: {newest(root)} is")
-    assert sorted(newest(root).parent.iterdir()) == before
 
 
 WRONG = {

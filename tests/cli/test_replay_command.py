@@ -137,7 +137,6 @@ class Ran:
     [
         ((), "equal: iterations 4 to 8, with the end of the run"),
         (("--start", "0"), "equal: iterations 1 to 8, with the end of the run"),
-        (("--start", "7"), "equal: iterations 7 to 8, with the end of the run"),
         (("--stop", "5"), "equal: iterations 4 to 5"),
     ],
     ids=str,
@@ -163,17 +162,6 @@ def test_a_difference_exits_with_1_and_is_named(
     assert "different from iteration 4 on, first in: losses" in ran.out
 
 
-def test_json_is_one_document_whatever_the_script_prints(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran = Ran(folder, capsys, "--json", rest="--factor 2")
-    assert "the script prints" in ran.err
-    assert (ran.code, ran.json["is_equal"], ran.json["iteration"]) == (1, False, 4)
-    assert Path(ran.json["checkpoint"]).name == "one_epoch_1_iter_3.pth"
-    ran = Ran(folder, capsys, "--json")
-    assert (ran.code, ran.json["is_equal"], ran.json["num_equal"]) == (0, True, 8)
-
-
 def test_the_fit_of_another_run_is_chosen_by_name(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,9 +179,7 @@ def test_the_fit_of_another_run_is_chosen_by_name(
     [
         ((), "--stages ,", "without the call of Trainer.fit"),
         (("--run", "three"), "--stages one", "after these calls: fit of 'one', testing of 'one'"),
-        ((), "--stages three", "has no ledger"),
         (("--start", "8"), "", "must be below 8"),
-        (("--stop", "-1"), "", "an int of at least 1"),
         (("--nproc", "3"), "", "can use at most 2 processes"),
         ((), "--fails", "failed with KeyError: 'planted'"),
     ],
@@ -208,23 +194,6 @@ def test_what_cannot_be_compared_exits_with_2(
 ) -> None:
     ran = Ran(folder, capsys, *words, rest=rest)
     assert (ran.code, "helios replay: " in ran.err, message in ran.err) == (2, True, True), ran.err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["none.py"], "Pass the SCRIPT that the run was started with, or -m MODULE, got none.py."),
-        (["."], "Pass the SCRIPT that the run was started with, or -m MODULE, got ."),
-        (["-m", "no_such_package.train"], "No module named 'no_such_package'"),
-        ([], "Pass the SCRIPT that the run was started with, or -m MODULE"),
-    ],
-    ids=str,
-)
-def test_a_script_that_is_missing_is_wrong_usage(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["replay", *words]) == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.shows("P59")

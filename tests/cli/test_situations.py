@@ -126,20 +126,6 @@ def test_every_command_ends_with_a_code_and_a_message(
 
 
 @pytest.mark.shows("P145")
-def test_nothing_is_called_good_that_verify_calls_damaged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_flipped(tmp_path / "run")
-    states = {}
-    for command in ("ls", "inspect", "verify"):
-        main([command, str(tmp_path / "run"), "--json"])
-        found = json.loads(capsys.readouterr().out)
-        found = found["folders"][0] if command == "ls" else found
-        states[command] = found["files"][-1]["state"] if "files" in found else found["state"]
-    assert states == {"ls": "not verified", "inspect": "not verified", "verify": "damaged"}
-
-
-@pytest.mark.shows("P145")
 def test_of_a_folder_the_checkpoint_counts_from_which_a_start_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

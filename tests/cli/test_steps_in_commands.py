@@ -52,9 +52,3 @@ def test_commands_show_the_step_beside_an_iteration(
     report = json.loads(say("report", run, "--out", tmp_path / "report.html", "--json"))
     assert report["summary"]["Iterations"].startswith("12 (step 6)")
     assert "(iteration 12 (step 6))" in report["summary"]["Best validation"]
-
-
-def test_equal_numbers_are_shown_once(say: Callable[..., str], tmp_path: Path) -> None:
-    run = train(tmp_path, store=STORE, total_steps=4)
-    assert "(step" not in say("ls", run)
-    assert "(step" not in say("diff", run, run)

@@ -19,13 +19,12 @@ from torch.utils.data import (
 )
 
 from helios.data import DataLoaderParams, DataModule, Steps
-from helios.data.phase_sources import open_source, open_sources
+from helios.data.phase_sources import open_source
 from helios.data.samplers import (
-    ResumableRandomSampler,
     ResumableSequentialSampler,
 )
 from helios.data.source import Shard
-from helios.errors import ArgumentError, ArgumentTypeError
+from helios.errors import ArgumentTypeError
 from tests.data.datasets import FETCH, Indices, as_lists, join, walk_shares
 
 SPLITS = ("train", "valid", "test", "predict")
@@ -49,18 +48,6 @@ class Numbers(DataModule):
         self._predict_dataset = self._create_dataset(Indices(13), self.params)
 
 
-def test_without_a_trainer_each_split_has_its_loader() -> None:
-    module = Numbers({"batch_size": 5, "shuffle": True})
-    module.prepare_data()
-    module.setup()
-    for length, split in enumerate(SPLITS, 10):
-        assert len(getattr(module, f"{split}_dataset")) == length
-        loader, sampler = getattr(module, f"{split}_dataloader")()
-        assert isinstance(sampler, ResumableRandomSampler)
-        assert sorted(join(as_lists(list(loader)))) == list(range(length))
-    module.teardown()
-
-
 @pytest.mark.parametrize("is_distributed", [None, False, True])
 def test_data_is_shared_unless_its_options_say_otherwise(is_distributed: bool | None) -> None:
     # Whatever the module says of distribution: only the user's own word is against sharing.
@@ -74,14 +61,6 @@ def test_data_is_shared_unless_its_options_say_otherwise(is_distributed: bool | 
             source = open_source(*pair, run_seed=0, purpose=FETCH, share=share)
             (first,) = walk_shares(source, 0)[0]
             assert first.tolist() == [0 if is_distributed is False and pads else 1]
-
-
-def test_an_empty_list_of_loaders_is_refused() -> None:
-    module = Numbers(DataLoaderParams())
-    module.setup()
-    module._valid_dataset = []
-    with pytest.raises(ArgumentError, match="validation must have at least one loader"):
-        open_sources(module.valid_dataloader(), label="validation", run_seed=0, purpose="valid")
 
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda pairs: {"a": pairs[0]}])
@@ -171,22 +150,6 @@ def test_given_data_may_be_steps_a_stream_several_by_name_and_have_a_sampler() -
     assert batches_of(sampled.valid_dataloader()) == [[0], [1], [2]]
 
 
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        (lambda make: make(Indices(3), num_worker=2), "unexpected keyword argument 'num_worker'"),
-        (lambda make: make(Indices(3), batch_size=0), "(batch_size=...) must be an int of at le"),
-        (
-            lambda make: DataModule.from_datasets(train=Indices(3), val=Indices(3)),
-            "unexpected keyword argument 'val'",
-        ),
-    ],
-)
-def test_a_wrong_option_is_an_error(act: Callable[[Any], Any], message: str) -> None:
-    with pytest.raises((ArgumentError, TypeError), match=re.escape(message)):
-        act(Short(lambda module: None).create_dataset)
-
-
 def test_what_is_no_data_set_with_options_is_an_error_where_it_is_assigned() -> None:
     with pytest.raises(ArgumentTypeError, match=r"Write self\.train_dataset = self\.create_data"):
         Short(lambda module: Indices(3)).setup()
@@ -216,15 +179,6 @@ def test_a_plain_loader_is_taken_apart_to_the_same_batches(loader: DataLoader[An
         mine, _ = found.train_dataloader()
         assert mine.num_workers == loader.num_workers
         assert mine.prefetch_factor == loader.prefetch_factor
-
-
-def test_a_plain_loader_that_shuffles_is_shuffled_in_an_order_that_resumes() -> None:
-    module = Short(lambda module: DataLoader(Indices(10), batch_size=5, shuffle=True))
-    module.setup()
-    _, sampler = module.train_dataloader()
-    assert isinstance(sampler, ResumableRandomSampler)
-    loaders = module.valid_dataloader()
-    assert sorted(join(batches_of(loaders))) == list(range(10))
 
 
 DATA = Indices(4)

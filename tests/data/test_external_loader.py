@@ -14,8 +14,8 @@ from helios.core import rng
 from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
 from helios.data.source import ByOwnState, CannotResume, Shard, Source
-from helios.errors import StateError, UsageError
-from tests.data.datasets import FETCH, Augmented, Indices, Lone, as_lists, draw, walk
+from helios.errors import StateError
+from tests.data.datasets import FETCH, Indices, Lone, as_lists, draw, walk
 
 
 class Stream(IterableDataset):
@@ -57,29 +57,6 @@ class SizedRewinding(Rewinding):
         return 6
 
 
-class StatefulStream(Stream):
-    """Numbers with a position, as Hugging Face's streams have: a state is one of its epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = self.pass_epoch = 0
-        self.loaded: dict[str, int] = {}
-
-    def __iter__(self) -> Iterator[int]:
-        self.pass_epoch = self.epoch
-        is_same = self.loaded.get("epoch") == self.epoch
-        self.position = self.loaded["position"] if is_same else 0
-        while self.position < 7:
-            self.position += 1
-            yield 10 * self.epoch + self.position - 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.pass_epoch, "position": self.position}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.loaded = state_dict
-
-
 def open_foreign(loader: Any, sampler: Any = None) -> Source:
     return open_source(loader, sampler, run_seed=4, purpose=FETCH)
 
@@ -97,16 +74,6 @@ def test_a_stream_is_walked_and_its_last_batch_is_known() -> None:
     assert source.num_batches() is None
     assert isinstance(source.resumes_by, CannotResume)
     assert source.state_dict() == {}
-
-
-def test_order_and_augmentation_of_a_plain_loader_follow_seed_and_epoch() -> None:
-    def augment(epoch: int) -> torch.Tensor:
-        loader = DataLoader(Augmented(6), batch_size=2, shuffle=True)
-        torch.rand(17)
-        return torch.cat(walk(open_foreign(loader), epoch))
-
-    assert torch.equal(augment(1), augment(1))
-    assert not torch.equal(augment(0), augment(1))
 
 
 @pytest.mark.parametrize("kind", [Rewinding, SizedRewinding])
@@ -146,26 +113,11 @@ def test_what_cannot_resume_says_what_would() -> None:
     for loader, kind in (
         ([torch.zeros(1)], "list"),
         (DataLoader(Stream()), "Stream"),
-        (DataLoader(StatefulStream(), num_workers=1), "StatefulStream"),
         (DataLoader(Indices(4), batch_size=2), "Indices"),
     ):
         remedy = remedy_of(open_foreign(loader))
         assert f"give the {kind} state_dict and load_state_dict" in remedy
         assert "self.create_dataset(dataset, batch_size=" in remedy
-
-
-@pytest.mark.parametrize("length", [4, 8])
-def test_a_loader_whose_length_is_wrong_is_named(
-    length: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(SizedRewinding, "__len__", lambda loader: length)
-    source = open_foreign(SizedRewinding())
-    if length > 6:
-        with pytest.raises(UsageError, match="as many batches as its length, got 6 of"):
-            walk(source, 0)
-    else:
-        assert walk(source, 0) == [0, 1, 2, 3]
-        assert "returned more than 4. The rest was skipped" in caplog.text
 
 
 def test_a_state_that_does_not_fit_the_loader_is_an_error() -> None:
@@ -193,19 +145,6 @@ def test_no_worker_of_a_foreign_loader_is_left(is_persistent: bool) -> None:
 def open_rank(loader: Any, rank: int, num_replicas: int = 3) -> Source:
     share = Shard(num_replicas, range(rank, rank + 1), pads=True)
     return open_source(loader, run_seed=4, purpose=FETCH, share=share)
-
-
-@pytest.mark.parametrize("kind", [Rewinding, SizedRewinding])
-def test_the_state_of_a_foreign_loader_is_one_of_each_process(kind: type[Rewinding]) -> None:
-    source = open_rank(kind(), 1)
-    assert source.state_is_per_process
-    batches = source.batches(0)
-    assert [next(batches), next(batches)] == [[0], [1]]
-    state = source.state_dict()
-    batches.close()
-    resumed = open_rank(kind(), 1)
-    resumed.load_state_dict(state)
-    assert walk(resumed, 0, batch=2) == [2, 3, 4, 5]
 
 
 class Drawing(Stream):

@@ -15,14 +15,13 @@ from helios.data import (
     create_dataloader,
 )
 from helios.data.loader import KeyedBatchSampler
-from helios.data.phase_sources import open_source
 from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
     ResumableSequentialSampler,
 )
 from helios.errors import ArgumentError, ArgumentTypeError
-from tests.data.datasets import FETCH, Indices, as_lists, walk
+from tests.data.datasets import Indices, as_lists
 
 
 class Unsized(Dataset):
@@ -32,7 +31,6 @@ class Unsized(Dataset):
 
 @pytest.mark.shows("H16")
 def test_the_options_have_the_historical_names_and_defaults() -> None:
-    # H16.
     historical = {
         "random_seed": 6691,
         "batch_size": 1,
@@ -49,13 +47,9 @@ def test_the_options_have_the_historical_names_and_defaults() -> None:
     assert list(table)[: len(historical)] == list(historical)
     assert {name: table[name] for name in historical} == historical
     assert DataLoaderParams.from_dict(table) == DataLoaderParams()
-
-
-@pytest.mark.shows("H16")
-def test_a_table_gives_options_without_unknown_keys_and_sampler() -> None:
     sampler = ResumableSequentialSampler(range(3))
-    params = DataLoaderParams.from_dict({"batch_size": 4, "colour": "red", "sampler": sampler})
-    assert params == DataLoaderParams(batch_size=4)
+    more = {"batch_size": 4, "colour": "red", "sampler": sampler}
+    assert DataLoaderParams.from_dict(more) == DataLoaderParams(batch_size=4)
 
 
 @pytest.mark.parametrize(
@@ -75,16 +69,13 @@ def test_an_option_that_breaks_its_rule_is_refused(options: dict[str, Any], mess
 @pytest.mark.shows("H10")
 @pytest.mark.parametrize("sampler", [torch.utils.data.RandomSampler(range(3)), [2, 1]])
 def test_a_sampler_of_another_kind_is_a_type_error(sampler: Any) -> None:
-    # H10.
     with pytest.raises(ArgumentTypeError, match="must derive from ResumableSampler or"):
         create_dataloader(Indices(3), sampler=sampler)
-    with pytest.raises(TypeError):
-        create_dataloader(Indices(3), sampler=sampler)
+    assert issubclass(ArgumentTypeError, TypeError)
 
 
 @pytest.mark.shows("H9")
 def test_the_sampler_is_chosen_by_distribution_and_shuffle() -> None:
-    # H9.
     loader, random_order = create_dataloader(Indices(9), 5, 4, True)
     assert isinstance(loader, DataLoader)
     assert isinstance(loader.batch_sampler, KeyedBatchSampler)
@@ -148,7 +139,7 @@ def note_numbers(worker_id: int) -> None:
 
 @pytest.mark.shows("H8")
 def test_workers_are_seeded_before_the_function_of_the_user_runs() -> None:
-    # H8: random and the package's NumPy generator from torch.initial_seed() % 2**32.
+    # Random and the package's NumPy generator from torch.initial_seed() % 2**32.
     loader, _ = create_dataloader(InitialNumbers(), num_workers=1, worker_init_fn=note_numbers)
     (batch,) = list(loader)
     worker_id, seed, number, numpy_number = batch[0].tolist()
@@ -156,15 +147,3 @@ def test_workers_are_seeded_before_the_function_of_the_user_runs() -> None:
     assert worker_id == 0
     assert number == random.random()
     assert numpy_number == rng.get_default_numpy_rng().generator.random()
-
-
-def test_the_seed_of_a_worker_follows_from_the_position() -> None:
-    def find_seed(*epochs: int) -> list[float]:
-        options: Any = {"num_workers": 1, "worker_init_fn": note_numbers}
-        source = open_source(
-            *create_dataloader(InitialNumbers(), **options), run_seed=1, purpose=FETCH
-        )
-        return [walk(source, epoch)[0].tolist() for epoch in epochs][-1]
-
-    assert find_seed(0, 1) == find_seed(1)
-    assert find_seed(0) != find_seed(1)

@@ -72,22 +72,6 @@ def test_a_state_is_kept_if_the_next_batch_comes_back(loader: Any, verdict: bool
 
 
 @pytest.mark.shows("S46")
-@pytest.mark.parametrize("kind", [torch.zeros, np.zeros])
-def test_much_data_is_not_copied_for_a_trial(kind: Any) -> None:
-    begun = []
-
-    class Heavy(Buffered):
-        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            begun.append("a copy")
-            return self
-
-    loader = Heavy()
-    loader.data = {"rows": [kind(20 << 20)]}  # type: ignore[attr-defined]
-    assert try_state(open_own(loader)) is None
-    assert begun == []
-
-
-@pytest.mark.shows("S46")
 @pytest.mark.parametrize(
     ("left", "right", "expected"),
     [

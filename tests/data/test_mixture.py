@@ -13,7 +13,6 @@ import pytest
 from helios.data import Mixture
 from helios.data.mixture import BLOCK, MixtureSampler
 from helios.errors import ArgumentError
-from tests.data.datasets import Augmented
 from tests.data.shards import SPLITS, Run, dealt, opener
 
 LENGTHS = (7, 600, 70_000)
@@ -156,16 +155,6 @@ def order_of_mixture(mixture: Mixture, epoch: int) -> list[int]:
 
 def as_numbers(mixture: Mixture, turns: list[list[Any]]) -> list[list[Any]]:
     return [[[mixture[index] for index in batch] for batch in turn] for turn in turns]
-
-
-@pytest.mark.shows("P56")
-def test_workers_change_nothing() -> None:
-    mixture = Mixture({"a": (Augmented(30), 2), "b": (Augmented(9), 1)})
-    found = [
-        Run(opener(mixture, batch_size=4, shuffle=True, num_workers=workers), 1, 1).indices(1)
-        for workers in (0, 2)
-    ]
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

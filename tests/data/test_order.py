@@ -90,17 +90,6 @@ def test_a_user_sampler_goes_on_exactly_from_any_batch(epoch: int) -> None:
         assert as_lists(walk(source, epoch, batch=batch, sample=batch * 7)) == full[batch:]
 
 
-def test_what_a_user_sampler_draws_and_what_training_draws_do_not_shift_each_other() -> None:
-    quiet = as_lists(walk(open_with(sampler=Lazy(LENGTH), batch_size=100), 0))
-    loud = []
-    batches = Lone(open_with(sampler=Lazy(LENGTH), batch_size=100).batches(0))
-    for number, batch in enumerate(batches):
-        loud.append(batch.tolist())
-        torch.rand(number)
-        random.random()
-    assert loud == quiet
-
-
 def test_the_batch_sampler_of_pytorch_shuffles_anew_in_each_epoch() -> None:
     data = range(40)
     for inner in (RandomSampler(data), ResumableRandomSampler(data)):

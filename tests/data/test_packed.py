@@ -80,16 +80,6 @@ def test_replicas_share_packs_on_any_number_of_processes(is_whole: bool) -> None
 
 
 @pytest.mark.shows("P57")
-def test_workers_change_nothing() -> None:
-    packed = Packed(draw_lengths(7, 90, 12), 16)
-    found = [
-        Run(opener(packed, shuffle=True, collate_fn=list, num_workers=workers), 1, 2).walk(1)
-        for workers in (0, 2)
-    ]
-    assert found[0] == found[1]
-
-
-@pytest.mark.shows("P57")
 def test_other_lengths_and_options_have_another_fingerprint() -> None:
     lengths = [3, 4, 2]
     same = {

@@ -11,7 +11,6 @@ import torch
 
 from helios.core import rng
 from helios.data.permutation import Permutation, _Network
-from helios.errors import ArgumentError
 
 FULL = pytest.mark.full
 
@@ -30,16 +29,15 @@ def assert_bijection(length, seed):
     assert np.array_equal(tested.decipher(samples), positions)
 
 
-@pytest.mark.parametrize("lengths", [range(1, 600), pytest.param(range(600, 2001), marks=FULL)])
+_BORDERS = [2**exponent + more for exponent in range(11, 18) for more in (-1, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    "lengths", [[*range(1, 300), *_BORDERS], pytest.param(range(300, 2001), marks=FULL)]
+)
 def test_network_is_a_bijection_for_every_length_to_2000(lengths):
     for length in lengths:
         assert_bijection(length, seed=length)
-
-
-@pytest.mark.parametrize("exponent", range(11, 21))
-def test_network_is_a_bijection_at_powers_of_two_and_their_neighbours(exponent):
-    for length in (2**exponent - 1, 2**exponent, 2**exponent + 1):
-        assert_bijection(length, seed=exponent)
 
 
 @pytest.mark.parametrize("length", [1, 2, 1_000, 65_536, 65_537])
@@ -109,9 +107,3 @@ def test_first_index_needs_less_than_5_mib_at_any_length_and_position(length):
     finally:
         tracemalloc.stop()
     assert peak < 5 * 2**20
-
-
-@pytest.mark.parametrize("length", [-1, 2**63])
-def test_length_out_of_range_is_an_error(length):
-    with pytest.raises(ArgumentError, match=r"Permutation\(length=...\)"):
-        Permutation(length, key=1)

@@ -31,16 +31,6 @@ def test_generators_are_found_in_samplers_inside_samplers() -> None:
     assert find_generators([[0, 1]]) == {}
 
 
-@pytest.mark.shows("S74")
-def test_a_generator_that_the_class_of_its_sampler_declares_is_left_out() -> None:
-    class Declaring(Around):
-        unsaved = ("jitter",)
-
-    inner, outer = torch.Generator(), random.Random(1)
-    around = Around(inner=Declaring(jitter=outer, order=inner), jitter=outer)
-    assert find_generators(around) == {"inner.order": inner, "jitter": outer}
-
-
 def _draw(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return torch.rand(3, generator=generator).tolist()
@@ -147,45 +137,3 @@ def test_what_is_saved_set_or_declared_is_not_named(
 ) -> None:
     _read(ReplayedOrder(kind()), 4)
     assert caplog.text == ""
-
-
-class Leading(ResumableSampler):
-    """Draws from one generator, and leads to another one."""
-
-    def __init__(self, own: torch.Generator, leads_to: Any) -> None:
-        super().__init__(4)
-        self.own, self.leads_to = own, leads_to
-
-    def __len__(self) -> int:
-        return 6
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(6, generator=self.own).tolist())
-
-
-def _captured(draw: torch.Generator) -> Any:
-    return lambda index: (index, draw)[0]
-
-
-@pytest.mark.shows("S66")
-@pytest.mark.parametrize("lead", [_captured, Around])
-def test_only_a_generator_that_the_sampler_draws_from_is_its_state(lead: Any) -> None:
-    def make() -> tuple[ReplayedOrder, torch.Generator]:
-        foreign = torch.Generator().manual_seed(2)
-        return ReplayedOrder(Leading(torch.Generator().manual_seed(1), lead(draw=foreign))), foreign
-
-    order, foreign = make()
-    start = Position()
-    first = [index for block in order.blocks(start) for index in block]
-    foreign.manual_seed(3)
-    state = order.state_dict()
-    assert list(state["state"]) == ["own"]
-    order.leave(start)
-    assert foreign.initial_seed() == 3
-
-    again, kept = make()
-    kept.manual_seed(4)
-    again.load_state_dict(state)
-    assert list(again.state_dict()["state"]) == ["own"]
-    assert [index for block in again.blocks(start) for index in block] == first
-    assert torch.equal(kept.get_state(), torch.Generator().manual_seed(4).get_state())

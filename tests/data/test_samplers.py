@@ -33,7 +33,7 @@ def make_all(batch_size: int = 4) -> list[ResumableSamplerType]:
 @pytest.mark.shows("H11", "H14")
 @pytest.mark.parametrize("sampler", make_all(), ids=lambda s: type(s).__name__)
 def test_a_later_start_gives_the_tail_of_the_full_order(sampler: ResumableSamplerType) -> None:
-    # H11, H14: start_iter counts batches, in the distributed sampler too.
+    # Start_iter counts batches, in the distributed sampler too.
     full = list(sampler)
     for start in range(8):
         sampler.start_iter = start
@@ -78,13 +78,6 @@ def test_shares_are_those_of_pytorch(length: int, num_replicas: int, drop_last: 
         theirs = DistributedSampler(range(length), num_replicas, rank, **how)
         assert list(ours) == list(theirs)
         assert len(ours) == len(theirs)
-
-
-def test_shuffled_shares_deal_the_one_order_out_in_turn() -> None:
-    whole = list(ResumableRandomSampler(DATA, seed=5))
-    shares = [list(ResumableDistributedSampler(DATA, 4, rank, seed=5)) for rank in range(4)]
-    dealt = [index for turn in zip(*shares, strict=True) for index in turn]
-    assert dealt == [*whole, whole[0]]
 
 
 def test_samplers_are_found_by_name() -> None:

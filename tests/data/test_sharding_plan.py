@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch.utils.data import BatchSampler, RandomSampler
 from helios.data.phase_sources import open_sources
 from helios.data.samplers import (
     ResumableDistributedSampler,
-    ResumableRandomSampler,
 )
 from helios.data.source import LONE, NO_BATCH, Shard
 from helios.errors import ArgumentError
 from tests.data.datasets import FETCH, join
 from tests.data.shards import SPLITS, Run, dealt, dealt_once, opener, order_of
-from tests.data.test_order import Lazy, Remembering, Reusing
+from tests.data.test_order import Lazy, Reusing
 
 LENGTHS = (1, 2, 5, 6, 12, 23)
 
@@ -44,25 +43,6 @@ def test_replicas_get_what_pytorch_deals_out_on_any_number_of_processes(
                 counted = [(len(join(turn)), turn is expected[-1]) for turn in expected]
                 assert run.told == counted
             assert run.sources[0].num_batches() == len(expected)
-
-
-_SAMPLERS: dict[str, Callable[[], Any]] = {
-    "random": lambda: ResumableRandomSampler(range(23), seed=3),
-    "drawn": lambda: Lazy(23),
-    "with state": lambda: Remembering(23),
-}
-
-
-@pytest.mark.shows("H9")
-@pytest.mark.parametrize("cuts", [False, True])
-@pytest.mark.parametrize("kind", _SAMPLERS)
-def test_the_order_of_any_sampler_is_dealt_out(kind: str, cuts: bool) -> None:
-    make = _SAMPLERS[kind]
-    order = order_of(23, sampler=make)
-    for num_processes, num_replicas in SPLITS:
-        how = {"batch_size": 2, "drop_last": cuts, "sampler": make}
-        run = Run(opener(range(23), **how), num_processes, num_replicas)
-        assert run.indices() == dealt(order, num_replicas, 2, drop_last=cuts)
 
 
 def _places(turns: list[list[Any]], told: list[tuple[int, bool]]) -> Iterator[tuple[int, int]]:

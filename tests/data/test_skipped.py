@@ -101,20 +101,6 @@ def test_nothing_of_a_skipped_batch_is_fetched(num_workers: int) -> None:
     source.close()
 
 
-@pytest.mark.shows("P51")
-def test_all_replicas_skip_the_same_batches() -> None:
-    def walk(replica: range, *skipped: int) -> list[Any]:
-        loader, sampler = create_dataloader(Indices(LENGTH), batch_size=2, shuffle=True)
-        share = Shard(2, replica, pads=True)
-        source = open_source(loader, sampler, run_seed=1, purpose=FETCH, share=share)
-        source.skip([(0, batch) for batch in skipped])
-        return [torch.cat(found).tolist() for found in source.batches(0)]
-
-    for block in (range(2), range(1), range(1, 2)):
-        whole = walk(block)
-        assert walk(block, 1) == [whole[0], *whole[2:]]
-
-
 @pytest.mark.shows("P60")
 def test_a_loader_that_cannot_skip_is_refused() -> None:
     sampler = DistributedSampler(Indices(LENGTH), num_replicas=2, rank=0)  # type: ignore[var-annotated]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from helios.core import rng
 from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
 from helios.data.source import Shard, Source
@@ -21,7 +20,6 @@ from tests.data.datasets import (
     Lone,
     as_lists,
     collate_noisily,
-    draw,
     join,
     walk,
 )
@@ -40,7 +38,7 @@ def open_with(
 @pytest.mark.parametrize("stop_epoch", [0, 1, 2])
 @pytest.mark.parametrize("how", [{"shuffle": True}, {}, {"shuffle": True, "drop_last": True}])
 def test_a_joined_order_equals_the_undisturbed_one(stop_epoch: int, how: dict[str, Any]) -> None:
-    # H11-H14: stopped in any epoch at any batch; the later epochs lose nothing.
+    # Stopped in any epoch at any batch; the later epochs lose nothing.
     options = {"batch_size": 3, **how}
     undisturbed = open_with(Indices(LENGTH), **options)
     full = [as_lists(walk(undisturbed, epoch)) for epoch in range(4)]
@@ -73,17 +71,6 @@ def test_augmentation_does_not_depend_on_who_fetches(workers: dict[str, Any]) ->
     walk(there, 1, limit=1)
     assert torch.equal(torch.cat(full[2:]), torch.cat(walk(there, 1, batch=2, sample=6)))
     there.close()
-
-
-def test_what_is_drawn_between_fetches_changes_nothing() -> None:
-    how = {"batch_size": 3, "shuffle": True, "collate_fn": collate_noisily}
-    quiet = walk(open_with(Augmented(LENGTH), **how), 0)
-    loud = []
-    for number, batch in enumerate(Lone(open_with(Augmented(LENGTH), **how).batches(0))):
-        loud.append(batch)
-        torch.rand(number + 1)
-        draw()
-    assert torch.equal(torch.cat(loud), torch.cat(quiet))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -137,17 +124,6 @@ def test_no_worker_is_left_on_any_way_out(is_persistent: bool) -> None:
     source.close()
     source.close()
     assert multiprocessing.active_children() == []
-
-
-def test_opening_a_pass_draws_from_no_generator() -> None:
-    rng.seed_rngs(3)
-    expected = draw()
-    for num_workers in (0, 1):
-        rng.seed_rngs(3)
-        source = open_with(Indices(5), shuffle=True, num_workers=num_workers)
-        batches = Lone(source.batches(0))
-        assert draw() == expected
-        batches.close()
 
 
 @pytest.mark.shows("P70")

@@ -9,7 +9,7 @@ import pytest
 from helios.data import Steps
 from helios.data.phase_sources import open_source
 from helios.data.source import LONE, Shard, Source
-from tests.data.datasets import FETCH, join, limited, walk
+from tests.data.datasets import FETCH, join, walk
 from tests.data.shards import SPLITS, Run
 
 
@@ -27,15 +27,6 @@ def test_each_step_of_each_replica_has_a_number_of_its_own(
     assert numbers == list(range(10 * num_replicas))
     assert run.told == [(num_replicas, i == 4) for i in range(5)]
     assert run.walk(1, batch=3) == run.walk(1)[3:]
-
-
-def test_an_endless_pass_continues_anywhere() -> None:
-    share = Shard(num_replicas=3, block=range(1, 3), pads=True)
-    batches = open_steps(share, None).batches(0, batch=10**12)
-    assert next(batches) == [3 * 10**12 + 1, 3 * 10**12 + 2]
-    assert not batches.is_last
-    assert open_steps(share, None).num_batches() is None
-    assert walk(limited(open_steps(LONE, None), 2), 0) == [0, 1]
 
 
 @pytest.mark.shows("P55")

@@ -122,7 +122,7 @@ def _train_with_each(
     return [_train(rank, num_replicas, window, size, "") for size in sizes]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("num_replicas", "num_processes"), [(3, 2), (3, 3), (5, 3)])
 @pytest.mark.parametrize("window", [1, 3])
 def test_buckets_change_no_bit(num_replicas: int, num_processes: int, window: int) -> None:

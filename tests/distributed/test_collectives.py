@@ -1,13 +1,8 @@
-"""Who we are among the processes, and the collectives that users call (H48, H64)."""
+"""Who we are among the processes, and the collectives that users call."""
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +19,6 @@ def group_of_one() -> Iterator[None]:
     collectives.init_dist("gloo", rank=0, world_size=1)
     yield
     collectives.shutdown_dist()
-
-
-def test_a_lone_process_is_rank_0_of_1() -> None:
-    assert not process_groups.is_dist_active()
-    assert collectives.get_dist_info() == process_groups.DistributedInfo(0, 0, 1, 1)
-    assert collectives.get_local_rank() == collectives.get_global_rank() == 0
-    assert collectives.get_local_world_size() == collectives.get_world_size() == 1
 
 
 @pytest.mark.shows("H64", "C9")
@@ -67,7 +55,7 @@ def test_there_is_no_port_that_is_always_the_same(
 
 @pytest.mark.usefixtures("group_of_one")
 def test_after_a_collective_has_failed_none_may_follow() -> None:
-    """The others may wait for something else (USERS 22)."""
+    """The others may wait for something else."""
     assert not process_groups.has_failed()
     with pytest.raises(AttributeError):
         collectives.all_reduce_tensors("no tensor")  # type: ignore[arg-type]
@@ -84,18 +72,6 @@ def test_after_a_collective_has_failed_none_may_follow() -> None:
     process_groups.leave_group()
     collectives.init_dist("gloo", rank=0, world_size=1)
     collectives.safe_barrier()
-
-
-@pytest.mark.shows("P83")
-def test_a_port_that_is_in_use_is_named() -> None:
-    info = process_groups.DistributedInfo(0, 0, 1, 2)
-    with socket.socket() as ear:
-        ear.bind(("", 0))
-        ear.listen()
-        port = ear.getsockname()[1]
-        with pytest.raises(RuntimeError, match=rf"\b{port}\b"):
-            process_groups.join_group(info, backend="gloo", meeting=f"tcp://localhost:{port}/7.0.")
-    assert not process_groups.is_dist_active()
 
 
 def _gather_and_sum(rank: int) -> dict[str, Any]:
@@ -118,7 +94,7 @@ def _gather_and_sum(rank: int) -> dict[str, Any]:
 
 @pytest.mark.shows("H64")
 def test_three_ranks_gather_and_sum_without_a_warning() -> None:
-    """H64: in a rank of these tests a warning, such as that of a name to come, is an error."""
+    """In a rank of these tests a warning, such as that of a name to come, is an error."""
     for found in run_ranks(_gather_and_sum, 3):
         rows = [[0, 10], [1, 11], [2, 12]]
         assert found["joined"].tolist() == found["stacked"].tolist() == rows
@@ -136,7 +112,7 @@ def test_three_ranks_gather_and_sum_without_a_warning() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_a_gpu_gathers_and_sums_on_any_backend(backend: str) -> None:
-    """H64: tensors come back to where they were."""
+    """Tensors come back to where they were."""
     store = dist.HashStore()
     dist.init_process_group(
         backend, store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0)
@@ -151,53 +127,3 @@ def test_a_gpu_gathers_and_sums_on_any_backend(backend: str) -> None:
         assert collectives.all_reduce_tensors([1.0, 2.0]).tolist() == [1.0, 2.0]
     finally:
         collectives.shutdown_dist()
-
-
-def _join(rank: int, folder: str, port: int) -> None:
-    os.environ["MASTER_PORT"] = str(port)
-    torch.set_num_threads(1)
-    collectives.init_dist("gloo", rank=rank, world_size=2)
-    results: dict[str, Any] = {
-        "rank": collectives.describe_rank(),
-        "info": collectives.get_dist_info(),
-        "summed": collectives.all_reduce_tensors(torch.tensor([rank, 10 + rank])).tolist(),
-    }
-    process_groups.leave_group()
-    # A test that follows a training joins again, and meets at the same place.
-    collectives.init_dist("gloo", rank=rank, world_size=2)
-    control = process_groups.control_group()
-    results["control"] = collectives.all_reduce_tensors([rank, 7.0], group=control).tolist()
-    Path(folder, f"{rank}.txt").write_text(repr(results))
-    collectives.safe_barrier()
-    if rank == 1:
-        _fail_with_a_collective_under_way(Path(folder))
-    while not Path(folder, "left.txt").exists():
-        threading.Event().wait(0.01)
-
-
-def _fail_with_a_collective_under_way(folder: Path) -> None:
-    begin = time.monotonic()
-    dist.all_reduce(torch.ones(1), async_op=True)
-    process_groups.leave_group(is_failing=True)
-    text = f"{time.monotonic() - begin < 60} {process_groups.is_dist_active()}"
-    (folder / "left.tmp").write_text(text)
-    (folder / "left.tmp").rename(folder / "left.txt")
-
-
-@pytest.mark.shows("H64", "E19")
-def test_ranks_join_twice_and_one_leaves_while_a_collective_waits(tmp_path: Path) -> None:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    arguments = (str(tmp_path), port)
-    torch.multiprocessing.start_processes(_join, arguments, nprocs=2, start_method="forkserver")
-    for rank in range(2):
-        info = process_groups.DistributedInfo(rank, rank, 2, 2)
-        expected = {
-            "rank": f"rank {rank} of 2",
-            "info": info,
-            "summed": [1, 21],
-            "control": [1.0, 14.0],
-        }
-        assert (tmp_path / f"{rank}.txt").read_text() == repr(expected)
-    assert (tmp_path / "left.txt").read_text() == "True False"

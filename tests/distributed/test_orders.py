@@ -12,11 +12,8 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios.errors import UsageError
-from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.distributed.test_elastic import Interrupt
 from tests.support.ranks import run_ranks
-from tests.support.runs import RETURNS
 
 NAMES = ("first", "second", "third")
 
@@ -46,10 +43,6 @@ class Ordered(helios.Model):
             x = torch.tanh(self.net[name](x) * self.scales[name] + number)
         return x.square().mean()
 
-    def weights(self) -> str:
-        tensors = [*self.net.state_dict().values(), *(self.scales[name] for name in NAMES)]
-        return "".join(part.detach().numpy().tobytes().hex() for part in tensors)
-
 
 class Data(helios.DataModule):
     def setup(self) -> None:
@@ -57,7 +50,7 @@ class Data(helios.DataModule):
         self._train_dataset = self._create_dataset(data, helios.DataLoaderParams(batch_size=2))
 
 
-def _fit(model: helios.Model, folder: Path, *plugins: Plugin) -> bool:
+def _refuse(rank: int, kind: str, orders: list[tuple[str, ...]], folder: Path) -> str:
     trainer = helios.Trainer(
         train_unit="iteration",
         total_steps=4,
@@ -67,26 +60,10 @@ def _fit(model: helios.Model, folder: Path, *plugins: Plugin) -> bool:
         clip_norm=0.01,
         use_cpu=True,
         print_banner=False,
-        plugins=list(plugins),
-        signals=RETURNS,
     )
-    return trainer.fit(model, Data())
-
-
-def _train(rank: int, kind: str, orders: list[tuple[str, ...]], folder: Path) -> str:
-    model = Ordered(kind, orders[rank])
-    assert _fit(model, folder)
-    return model.weights()
-
-
-def _refuse(rank: int, kind: str, orders: list[tuple[str, ...]], folder: Path) -> str:
     with pytest.raises(UsageError) as caught:
-        _fit(Ordered(kind, orders[rank]), folder)
+        trainer.fit(Ordered(kind, orders[rank]), Data())
     return str(caught.value)
-
-
-def _cut(rank: int, kind: str, orders: list[tuple[str, ...]], folder: Path) -> None:
-    _fit(Ordered(kind, orders[rank]), folder, Interrupt(2, 0))
 
 
 @pytest.mark.parametrize(
@@ -103,10 +80,3 @@ def test_an_order_of_each_process_is_refused_before_the_first_step(
     assert first == second
     assert f"rank 1 has {here} where rank 0 has {there}" in first
     assert not list(tmp_path.rglob("*.pth"))
-
-
-def test_a_resume_brings_all_processes_into_the_order_that_was_saved(tmp_path: Path) -> None:
-    (whole,) = run_ranks(_train, 1, "net", [NAMES], tmp_path / "whole")
-    run_ranks(_cut, 1, "net", [NAMES], tmp_path / "cut")
-    orders = [NAMES[::-1], ("second", "third", "first")]
-    assert run_ranks(_train, 2, "net", orders, tmp_path / "cut") == [whole] * 2

@@ -187,22 +187,7 @@ def test_ranks_of_torchrun_save_and_say_75(way: str, whole: Bits, tmp_path: Path
 
 
 @slow
-def test_ranks_that_come_to_no_safe_point_end_everything_by_the_signal(
-    whole: Bits, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    options = ("--at", "on_forward_end", "--iteration", 4, "--rank", 2, "--to", "parent", "--stick")
-    code, log = start(folder, "--steps", STEPS, "--nproc", 3, "--grace", 1, *options)
-    assert code == 143, log
-    assert "No safe point was reached within 1 s after SIGTERM" in log
-    assert "Traceback" not in log
-    assert (codes(folder), newest(folder)) == ([143], (0, 0))
-    go_on(folder, whole)
-
-
-@pytest.mark.shows("S12")
-@pytest.mark.parametrize("to", ["self", pytest.param("parent", marks=slow)])
+@pytest.mark.parametrize("to", ["self", "parent"])
 def test_an_interruption_starts_nothing_again(to: str, tmp_path: Path) -> None:
     """A rank that gets the signal does not come to a safe point: then all end without a save."""
     folder = tmp_path / "run"

@@ -6,7 +6,6 @@ tests are in the second tier.
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
 import sys
@@ -62,7 +61,7 @@ class Agents:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def start(self, machine: int, *, is_doomed: bool = False) -> subprocess.Popen[bytes]:
+    def start(self, machine: int) -> subprocess.Popen[bytes]:
         """Start an agent; torchrun orders machines by their addresses, whoever comes first."""
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
         command += ["--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=c10d"]
@@ -70,7 +69,7 @@ class Agents:
         # When an agent is gone, the other one soon waits for the next.
         command += ["--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3"]
         command += [str(elastic_script.__file__), str(self.folder), *map(str, self.options)]
-        variables = environment() | ({elastic_script.DOOMED: "1"} if is_doomed else {})
+        variables = environment()
         # Otherwise, an agent that takes the place of another one waits for an address in vain.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.logs.append(self.folder / f"agent-{len(self.logs)}")
@@ -80,16 +79,15 @@ class Agents:
         self._stack.callback(agent.kill)
         return agent
 
-    def start_both(self, first: int, doomed: int = 0) -> list[subprocess.Popen[bytes]]:
+    def start_both(self, first: int) -> list[subprocess.Popen[bytes]]:
         """Start an agent, which serves the store of both, and when it does, the other one."""
-        agents = [self.start(first, is_doomed=doomed == first)]
+        agents = [self.start(first)]
         deadline = time.monotonic() + SECONDS
         while not self._is_served():
             assert agents[0].poll() is None, self.read_logs()
             assert time.monotonic() < deadline, self.read_logs()
             time.sleep(0.05)
-        second = 3 - first
-        return [*agents, self.start(second, is_doomed=doomed == second)]
+        return [*agents, self.start(3 - first)]
 
     def _is_served(self) -> bool:
         with socket.socket() as ear:
@@ -125,18 +123,5 @@ def test_both_agents_restart_their_ranks_if_one_is_killed(
         codes = [agent.wait(SECONDS) for agent in agents.start_both(1)]
         assert codes == [0, 0], agents.read_logs()
         assert agents.read_logs().count("exitcode: -9") == 1
-    assert starts_of(tmp_path / "run") == [4, 4]
-    assert_same(read_bits(tmp_path / "run"), alone)
-
-
-def test_without_the_agent_that_serves_the_store_both_are_started_again(
-    alone: Bits, tmp_path: Path
-) -> None:
-    with Agents(tmp_path / "run", *OPTIONS, "--kill-agent", 4) as agents:
-        doomed, other = agents.start_both(1, doomed=1)
-        assert doomed.wait(SECONDS) == -signal.SIGKILL, agents.read_logs()
-        assert other.wait(SECONDS) == 1, agents.read_logs()
-        codes = [agent.wait(SECONDS) for agent in agents.start_both(2)]
-        assert codes == [0, 0], agents.read_logs()
     assert starts_of(tmp_path / "run") == [4, 4]
     assert_same(read_bits(tmp_path / "run"), alone)

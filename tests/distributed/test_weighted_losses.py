@@ -107,8 +107,7 @@ class _Own(OptimizerLoop):
 
 
 def _kind_of(form: str) -> type[_Model]:
-    kinds = {"yield": _Yielding, "mixed": _Mixing}
-    return kinds.get(form.partition(" ")[0], _Model)
+    return _Yielding if form == "yield" else _Model
 
 
 def _fit(rank: int, folder: Path, setting: _Setting, *plugins: Plugin) -> tuple[Any, str]:
@@ -213,24 +212,3 @@ def test_sharded_models_divide_once_too(num_processes: int, tmp_path: Path) -> N
     found, losses, _ = _train(tmp_path / "full", num_processes, setting)
     expected = _train(tmp_path / "none", 1, _Setting(3))
     assert (found, losses) == expected[:2]
-
-
-class _Mixing(_Model):
-    def train_step(self, batch: Tensor, state: TrainingState) -> Any:
-        loss: helios.WeightedLoss = super().train_step(batch, state)
-        is_plain = self.context.replica == 1 and state.global_iteration == int(self.form[-1])
-        return loss.sum if is_plain else loss
-
-
-def _mix(rank: int, folder: Path, form: str) -> str:
-    try:
-        _fit(rank, folder, _Setting(2, form=form))
-    except helios.UsageError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("form", ["mixed in 3"])
-def test_all_processes_are_told_of_a_loss_without_a_weight(form: str, tmp_path: Path) -> None:
-    for text in run_ranks(_mix, 2, tmp_path, form):
-        assert "must all be a WeightedLoss, or none" in text

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import random
 import signal
 import sys
 from pathlib import Path
@@ -121,13 +120,6 @@ class Faults(Plugin):
         iteration = self.context.state.global_iteration
         if iteration == 5:
             self._fail()
-        if self.options.fault == "kills" and iteration % 2 == 1 and 3 <= iteration <= 21:
-            # Ten times in a run, each time another rank that nobody can foresee.
-            marker = self.options.marker / str(iteration)
-            victim = random.Random(iteration).randrange(self.context.num_processes)
-            if self.trainer.rank == victim and not marker.exists():
-                marker.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
 
     def _fail(self) -> None:
         options = self.options

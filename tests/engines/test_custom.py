@@ -1,4 +1,4 @@
-"""The two engines of docs/engines.md that override a method, in trainings (E20, E21, E40)."""
+"""The two engines of docs/engines.md that override a method, in trainings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def weights(model: Any) -> str:
 
 @pytest.mark.shows("E20", "E40")
 def test_gradients_are_zeroed_in_place(page: dict[str, Any]) -> None:
-    """E40."""
     model: Any = fit(page, page["InPlaceEngine"]("cpu"))
     gradients = [parameter.grad for parameter in model.network.parameters()]
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
@@ -54,7 +53,7 @@ def test_gradients_are_zeroed_in_place(page: dict[str, Any]) -> None:
 
 @pytest.mark.shows("E21", "E40")
 def test_noise_is_added_and_a_resume_repeats_it(page: dict[str, Any], tmp_path: Path) -> None:
-    """E40: its count is state."""
+    """Its count is state."""
     make: Callable[..., Engine] = page["NoisyEngine"]
     whole = fit(page, make("cpu"), tmp_path / "whole")
     assert weights(whole) != weights(fit(page, Engine("cpu")))
@@ -67,7 +66,7 @@ def test_noise_is_added_and_a_resume_repeats_it(page: dict[str, Any], tmp_path: 
 
 @pytest.mark.shows("E40")
 def test_noise_hides_no_overflow(page: dict[str, Any]) -> None:
-    """E26: in fp16 a step that is left out is not counted."""
+    """In fp16 a step that is left out is not counted."""
     engine = page["NoisyEngine"]("cpu", precision=Precision.fp16(4.0))
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -79,27 +78,3 @@ def test_noise_hides_no_overflow(page: dict[str, Any]) -> None:
         engine.close_window()
     assert committed == [True, False, True]
     assert engine.num_steps == 2
-
-
-def test_the_state_of_an_engine_is_whole_without_super(
-    page: dict[str, Any], tmp_path: Path
-) -> None:
-    class Own(Engine):
-        def state_dict(self) -> dict[str, Any]:
-            return {"own": 1}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            assert state_dict["own"] == 1
-
-    def make() -> Engine:
-        return Own("cpu", precision=Precision.fp16(2.0**8, growth_interval=2))
-
-    def saved(folder: Path) -> Any:
-        return helios.load_checkpoint(folder / "curve/curve_epoch_1_iter_5.pth")["engine"]
-
-    fit(page, make(), tmp_path / "whole")
-    assert saved(tmp_path / "whole")["scaler"]["scale"] == 2.0**10
-    for path in sorted((tmp_path / "whole/curve").glob("*.pth"))[:-1]:
-        root = copy_checkpoint(path, tmp_path / path.stem)
-        fit(page, make(), root)
-        assert saved(root) == saved(tmp_path / "whole")

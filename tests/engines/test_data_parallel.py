@@ -1,4 +1,4 @@
-"""A wrapped module's gradients have the bits of the default path, on any number of ranks (R3)."""
+"""A wrapped module's gradients have the bits of the default path, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from helios.core.wrappers import unwrap
-from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
-from helios.errors import UsageError
 from helios.replicas.reduction_tree import tree_sum
-from helios.replicas.replicas import Replicas
 from tests.support.ranks import run_ranks
 
 
@@ -70,7 +67,7 @@ def _wrap(rank: int, megabytes: float) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("megabytes", [0.01, 25])
 def test_buckets_are_added_along_the_tree(num_ranks: int, megabytes: float) -> None:
-    """R3: neither their size nor the backend's own order counts."""
+    """Neither their size nor the backend's own order counts."""
     expected = by_definition(num_ranks)
     assert expected["unused.weight"] is None
     for found in run_ranks(_wrap, num_ranks, megabytes):
@@ -80,36 +77,6 @@ def test_buckets_are_added_along_the_tree(num_ranks: int, megabytes: float) -> N
                 assert found[name] is None, name
             else:
                 assert torch.equal(found[name], gradient), name
-
-
-def _compare_with_default(rank: int, num_ranks: int) -> bool:
-    info = DistributedInfo(rank, rank, num_ranks, num_ranks)
-    engine, manual = Engine("cpu"), Engine("cpu")
-    with_control(info)
-    engine.replicas = manual.replicas = Replicas(num_ranks, info)
-    network, wrapped = Net(), manual.wrap(Net(), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    engine._open_micro_batches += 1
-    engine.backward_loss(loss_of(network, rank))
-    engine._gradients.collect(optimizer, rank, dict, ends_window=True)
-    engine.average_gradients(optimizer)
-    manual.backward_loss(loss_of(wrapped, rank))
-    pairs = zip(gradients_of(network).values(), gradients_of(wrapped).values(), strict=True)
-    return all(a is b is None or torch.equal(a, b) for a, b in pairs)  # type: ignore[arg-type]
-
-
-def with_control(info: DistributedInfo) -> None:
-    """Give the group that the test has made what the trainer adds to it."""
-    from helios.distributed.process_groups import membership
-
-    with membership(info, backend="gloo"):
-        pass
-
-
-@pytest.mark.shows("K11")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_manual_steps_have_the_bits_of_automatic_ones(num_ranks: int) -> None:
-    assert run_ranks(_compare_with_default, num_ranks, num_ranks) == [True] * num_ranks
 
 
 def _scaled(rank: int, bad: int) -> Any:
@@ -131,32 +98,6 @@ def _scaled(rank: int, bad: int) -> Any:
 
 @pytest.mark.shows("E26")
 def test_an_overflow_of_one_rank_is_everybodys() -> None:
-    """E26."""
     first, second = run_ranks(_scaled, 2, 1)
     assert first == second
     assert first[:2] == ([False, True], 2.0)
-
-
-def _refused(rank: int) -> list[str]:
-    engine = Engine("cpu")
-    texts = []
-    frozen = nn.Linear(1, 1).requires_grad_(False)
-    assert engine.wrap(frozen) is frozen
-    try:
-        engine.wrap(nn.BatchNorm1d(2), sync_bn=True)
-    except UsageError as error:
-        texts.append(str(error))
-    engine.replicas = Replicas(4)
-    try:
-        engine.wrap(nn.Linear(1, 1))
-    except UsageError as error:
-        texts.append(str(error))
-    return texts
-
-
-@pytest.mark.shows("E18")
-def test_what_cannot_be_wrapped_is_an_error() -> None:
-    (synced, carried), other = run_ranks(_refused, 2)
-    assert (synced, carried) == tuple(other)
-    assert "sync_bn=True) needs GPUs" in synced
-    assert "num_replicas is 4 and the number of processes is 2" in carried

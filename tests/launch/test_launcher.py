@@ -1,9 +1,8 @@
-"""Starting processes and ending them: results, errors, kills, and nothing left over (H51, H65)."""
+"""Starting processes and ending them: results, errors, kills, and nothing left over."""
 
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 import helios
 from helios.core.signal_watch import SignalReceiver
 from helios.distributed import collectives, process_groups
-from helios.errors import RankError, UsageError
+from helios.errors import UsageError
 from helios.launch import rank as ranks
 from helios.launch.launcher import Launch, LaunchKind
 from helios.launch.rank import RankQueue
@@ -170,23 +170,6 @@ def test_an_error_is_raised_again_and_ends_ranks_that_wait_or_do_not_listen(
     assert all_gone([queue.get() for _ in range(3)])
 
 
-def die_with_a_worker(rank: int, queue: RankQueue) -> None:
-    if rank == 0:
-        wait_for_the_others()
-    worker = multiprocessing.get_context("fork").Process(target=wait_forever)
-    worker.start()
-    queue.put(worker.pid)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@slow
-def test_a_killed_rank_is_named_and_its_children_end() -> None:
-    queue: Queue[int] = Queue()
-    with pytest.raises(RankError, match=r"^Rank 1 of 2 was ended by SIGKILL before it returned"):
-        spawn(die_with_a_worker, 2, queue=queue)
-    assert all_gone([queue.get()])
-
-
 class UnreadableError(Exception):
     """Can be pickled, and not restored."""
 
@@ -204,12 +187,12 @@ def leave_a_thread(rank: int, is_failing: bool, queue: RankQueue) -> int:
 
 
 @pytest.mark.shows("H51", "H65")
-def test_a_rank_ends_though_a_thread_goes_on_and_an_item_cannot_be_read() -> None:
+@pytest.mark.parametrize("is_failing", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_rank_ends_though_a_thread_goes_on_and_an_item_cannot_be_read(is_failing: bool) -> None:
     items: Queue[Any] = Queue()
-    assert spawn(leave_a_thread, 2, (False,), queue=items) == [0, 1]
-    assert sorted(items.get() for _ in range(2)) == [0, 1]
-    with pytest.raises(LookupError):
-        spawn(leave_a_thread, 2, (True,), queue=items)
+    with pytest.raises(LookupError) if is_failing else nullcontext():
+        assert spawn(leave_a_thread, 2, (is_failing,), queue=items) == [0, 1]
+        assert sorted(items.get() for _ in range(2)) == [0, 1]
 
 
 def wait_to_be_interrupted(rank: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +52,6 @@ def test_a_mark_is_on_the_disk_after_a_sync(tmp_path: Path) -> None:
     book.sync()
     assert (tmp_path / FILE_NAME).stat().st_size == mark["size"]
     book.close()
-
-
-def test_the_same_start_writes_its_ledger_again(tmp_path: Path) -> None:
-    for _ in range(2):
-        book = _open(tmp_path)
-        _append(book, 1, 2)
-        book.close()
-    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
-    assert verify(tmp_path).num_iterations == 2
 
 
 @pytest.mark.shows("P7")
@@ -133,65 +123,6 @@ def test_lines_that_the_disk_refuses_wait_in_order(
     data = (tmp_path / FILE_NAME).read_bytes()
     assert data == _whole(tmp_path / "whole", 300)
     assert data[: mark["size"]].endswith(f'{mark["hash"]}"}}\n'.encode())
-
-
-def test_a_ledger_that_cannot_be_renamed_is_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    book = _open(tmp_path, run="first")
-    _append(book, 1, 2)
-    book.close()
-    before = (tmp_path / FILE_NAME).read_bytes()
-
-    def refuse(source: Path, target: Path) -> None:
-        raise OSError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(files, "replace", refuse)
-    book = _open(tmp_path, run="second")
-    _append(book, *range(1, 100))
-    book.close()
-    assert (tmp_path / FILE_NAME).read_bytes() == before
-
-
-def test_a_handle_that_went_stale_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    book = _open(tmp_path)
-    _append(book, *range(1, 65))
-    stale, write = book._handle, files.write
-
-    def refuse(handle: Any, data: bytes) -> int:
-        if handle is stale:
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return write(handle, data)
-
-    monkeypatch.setattr(files, "write", refuse)
-    _append(book, *range(65, 129))
-    book.sync()
-    book.close()
-    assert verify(tmp_path).num_iterations == 128
-
-
-def test_lines_are_appended_while_a_thread_waits_for_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    book = _open(tmp_path)
-    _append(book, 1)
-    is_waiting, may_go = threading.Event(), threading.Event()
-
-    def wait(handle: Any) -> None:
-        is_waiting.set()
-        assert may_go.wait(60)
-
-    monkeypatch.setattr(files, "fsync", wait)
-    thread = threading.Thread(target=book.sync)
-    thread.start()
-    assert is_waiting.wait(60)
-    _append(book, *range(2, 300))
-    may_go.set()
-    thread.join()
-    book.close()
-    assert verify(tmp_path).num_iterations == 299
 
 
 def test_a_file_that_cannot_be_created_stops_nobody(

@@ -17,11 +17,8 @@ from torch.utils.data import TensorDataset
 import helios
 from helios.cli.commands import main
 from helios.ledger import Replay, diff
-from helios.ledger.compare import BUFFERS, NO_BUFFERS
+from helios.ledger.compare import BUFFERS
 from helios.ledger.line import TAIL_BYTES
-from tests.support.elastic import Elastic
-from tests.support.elastic import train as train_elastic
-from tests.support.ranks import run_ranks
 
 TOTAL = 4
 
@@ -162,23 +159,3 @@ def test_what_is_not_saved_does_not_count_and_what_cannot_be_read_is_null(tmp_pa
     found = diff(*runs)
     assert (found.is_equal, found.not_compared) == (True, [])
     assert main(["verify", str(runs[0])]) == 0
-
-
-def _train_on(rank: int, folder: Path, setting: Elastic) -> None:
-    train_elastic(folder, setting)
-
-
-@pytest.mark.shows("P135", "P136")
-def test_processes_write_the_same_scores_and_buffers(tmp_path: Path) -> None:
-    """BatchNorm has other averages in each replica; those of replica 0 count."""
-    setting = Elastic(num_replicas=2, total_steps=5, chkpt_frequency=5)
-    for count in (1, 2):
-        run_ranks(_train_on, count, tmp_path / str(count), setting)
-    one, other = (lines_of(tmp_path / str(count) / "elastic") for count in (1, 2))
-    assert one == other
-    (scores,) = [line for line in one if line.startswith(b'{"scores"')]
-    assert json.loads(scores)["after"] == 5
-    assert "body.1.running_mean" in json.loads(one[-1])["buffers"]
-    found = diff(*(tmp_path / str(count) / "elastic" for count in (1, 2)))
-    assert (found.is_equal, found.num_scored) == (True, 1)
-    assert NO_BUFFERS not in found.not_compared

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch._dynamo  # noqa: F401 - optimizers import it: once here, not in every child
 
-from helios.ledger import diff, verify
+from helios.ledger import verify
 from helios.loops import YieldLoop
 from helios.plugins import Plugin
-from tests.distributed.test_elastic import run
 from tests.engines.test_scaler import SMALL, Planted
 from tests.integration.test_yield_loop import Gan, Samples
 from tests.loops.recorded import record
@@ -31,9 +30,7 @@ from tests.support.disturbed import (
     newest_iteration,
     vary,
 )
-from tests.support.elastic import Elastic, assert_same, read_bits
 from tests.support.kills import run_in_child
-from tests.support.ranks import RankError
 from tests.support.resume import assert_equal, assert_equal_ledgers
 from tests.support.runs import Outcome, Setting, train
 
@@ -93,37 +90,3 @@ def _disturb(folder: Path, start: Callable[..., Outcome], chance: random.Random)
     # It comes after the end of a run, too.
     assert code == -9 or (disturbance.kind == SIGNAL and code in (0, 75))
     return disturbance.kind
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("unit", ["iteration", "epoch"])
-def test_a_ledger_is_the_same_on_any_number_of_processes(unit: str, tmp_path: Path) -> None:
-    """Four processes, two, one and three, of which each start but the last is disturbed."""
-    chance = random.Random(unit)
-    setting = Elastic(
-        num_replicas=4,
-        unit=unit,
-        total_steps=STEPS if unit == "iteration" else STEPS // 2,
-        accumulation=2,
-    )
-    run(tmp_path / "alone", 1, setting)
-    folder = tmp_path / "several"
-    for num_processes in (4, 2, 1, 3) * (NUM_STARTS // 4):
-        _disturb_processes(folder, num_processes, setting, chance)
-    assert not verify(folder).has_ended, "a start was not disturbed before its end"
-    run(folder, 3, setting)
-    assert_same(read_bits(folder), read_bits(tmp_path / "alone"))
-    assert diff(folder, tmp_path / "alone").is_equal
-
-
-def _disturb_processes(
-    folder: Path, num_processes: int, setting: Elastic, chance: random.Random
-) -> None:
-    """Start several processes once, and disturb one of them."""
-    disturbance, errors = draw(chance, num_processes), []
-    try:
-        run(folder, num_processes, vary(setting, chance), Disturb(disturbance))
-    except RankError as error:
-        errors.append(str(error))
-    assert all("-9" in text for text in errors)
-    assert errors or disturbance.kind == SIGNAL

@@ -141,24 +141,6 @@ def _slower(step: int, rate: float) -> float:
     return math.nextafter(rate, 0) if step >= 5 else rate
 
 
-class Library:
-    """Stands for a module of another package, whose next version computes differently."""
-
-    version = 1
-
-    @classmethod
-    def scale(cls, values: torch.Tensor) -> torch.Tensor:
-        return values * (0.3 if cls.version == 1 else 0.30001)
-
-
-def _scale(step: int, output: torch.Tensor) -> torch.Tensor:
-    return Library.scale(output)
-
-
-def _scale_sample(index: int, sample: torch.Tensor) -> torch.Tensor:
-    return Library.scale(sample)
-
-
 def _flip(network: nn.Module) -> None:
     """Flip the highest bit of the exponent of a weight below one, in place."""
     weight = next(network.parameters()).detach().view(torch.int32)
@@ -211,21 +193,6 @@ def test_a_flipped_bit_of_a_loaded_weight_is_found(known: Path, tmp_path: Path) 
     _check(planted, known, run(tmp_path, planted.plan))
 
 
-@pytest.mark.shows("P40")
-@pytest.mark.parametrize(
-    ("plan", "what"),
-    [(Plan(forward=_scale), NUMERICS), (Plan(sample=_scale_sample), CONTENT)],
-    ids=["in the step", "in the data"],
-)
-def test_another_version_of_a_library_is_found(
-    plan: Plan, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = run(tmp_path / "before", plan)
-    monkeypatch.setattr(Library, "version", 2)
-    after = run(tmp_path / "after", plan)
-    _check(Planted(plan, 1, what), before, after)
-
-
 @pytest.mark.shows("P12", "P40")
 @pytest.mark.parametrize("sample", [_change_one, _swap], ids=["one value by one ulp", "swapped"])
 def test_a_changed_sample_is_found_where_it_is_seen_first(
@@ -241,24 +208,6 @@ def test_a_changed_sample_is_found_where_it_is_seen_first(
     place = seen.index(7) // BATCH + 1
     planted = Planted(Plan(), place, CONTENT)
     _check(planted, known, other)
-
-
-def test_a_longer_run_is_equal_as_far_as_both_go(known: Path, tmp_path: Path) -> None:
-    found = diff(known, run(tmp_path, Plan(steps=TOTAL + 3)))
-    assert not found.is_equal
-    assert found.iteration is None
-    assert found.num_equal == TOTAL
-    assert found.lengths == (TOTAL, TOTAL + 3)
-
-
-def test_ledgers_without_a_common_iteration_are_refused(known: Path, tmp_path: Path) -> None:
-    run(tmp_path, Plan(steps=TOTAL))
-    (ledger,) = tmp_path.glob(f"*/{FILE_NAME}")
-    ledger.unlink()
-    run(tmp_path, Plan(steps=TOTAL + 2))
-    short = tmp_path / "short"
-    with pytest.raises(LedgerError, match="no iteration in common"):
-        diff(run(short, Plan(steps=3)), ledger)
 
 
 def test_a_run_that_has_not_ended_is_not_equal(known: Path, tmp_path: Path) -> None:
@@ -288,20 +237,13 @@ def test_half_a_line_that_is_being_written_is_no_iteration(tmp_path: Path) -> No
     [
         lambda lines: [*lines[:4], *lines[5:]],
         lambda lines: [*lines[:4], lines[4].replace(b'"loss":"', b'"loss":"g'), *lines[5:]],
-        lambda lines: [*lines[:4], b"{}\n", *lines[5:]],
-        lambda lines: [*lines[:4], lines[4].replace(b'{"at"', b'{ "at"'), *lines[5:]],
+        lambda lines: [b"{}\n"],
     ],
-    ids=["a line is missing", "a number is none", "a line is none", "a blank"],
+    ids=["a line is missing", "a number is none", "no ledger"],
 )
 def test_a_damaged_ledger_is_refused(harm: Any, known: Path, tmp_path: Path) -> None:
     (ledger,) = known.glob(f"*/{FILE_NAME}")
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(b"".join(harm(ledger.read_bytes().splitlines(keepends=True))))
-    with pytest.raises(LedgerError, match="helios verify"):
+    with pytest.raises(LedgerError, match=r"helios verify|is not a ledger"):
         diff(known, bad)
-
-
-def test_a_ledger_that_is_none_is_refused(known: Path, tmp_path: Path) -> None:
-    (tmp_path / "other.jsonl").write_text("{}\n")
-    with pytest.raises(LedgerError, match="is not a ledger"):
-        diff(known, tmp_path / "other.jsonl")

@@ -48,17 +48,8 @@ def read(root: Path, *kinds: str) -> list[dict[str, Any]]:
 def test_each_start_says_what_it_runs_with_and_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [
-        "--hf-token",
-        "s3cret",
-        "--tokenizer",
-        "bpe",
-        "--access_key=s3cret",
-        "PASSWORD=s3cret",
-        "--x",
-        "1",
-    ]
-    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    words = "--hf-token s3cret --tokenizer bpe --access_key=s3cret PASSWORD=s3cret --x 1"
+    monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
     params = {
         "client_secret": "s3cret",
         "max_tokens": "many",
@@ -114,14 +105,11 @@ def test_a_start_names_the_commit_of_the_script_and_whether_files_differ(tmp_pat
     script.write_text(SCRIPT)
     call("git", "add", "train.py")
     call(*git, "commit", "-m", "a")
-    call(sys.executable, script)
     script.write_text(SCRIPT.replace("=2", "=4"))
     call(sys.executable, script)
     commit = call("git", "rev-parse", "HEAD")
-    assert [start["git"] for start in read(tmp_path / "runs", "start")] == [
-        {"commit": commit, "is_dirty": False},
-        {"commit": commit, "is_dirty": True},
-    ]
+    (start,) = read(tmp_path / "runs", "start")
+    assert start["git"] == {"commit": commit, "is_dirty": True}
 
 
 @pytest.mark.shows("P24")
@@ -195,35 +183,6 @@ def test_the_file_says_what_happened(tmp_path: Path) -> None:
     assert sidecar is not None
     digests = [event["digest"] for event in events if event.get("checkpoint") == three]
     assert digests == [sidecar.digest] * 2
-
-
-@pytest.mark.shows("P26")
-def test_a_damaged_checkpoint_and_a_lost_ledger_are_events(tmp_path: Path) -> None:
-    train(tmp_path, SETTING)
-    newest = tmp_path / "small" / "small_epoch_1_iter_4.pth"
-    newest.write_bytes(newest.read_bytes()[:-100])
-    (tmp_path / "small" / "ledger.jsonl").unlink()
-    train(tmp_path, LONGER)
-    _, fallback, second, _ = read(tmp_path, "start", "fallback", "lost ledger")
-    assert fallback["checkpoint"] == newest.name
-    assert second["iteration"] == 2
-
-
-@pytest.mark.shows("P26")
-def test_a_save_that_fails_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace, seen = files.replace, []
-
-    def refuse(source: Path, target: Path) -> None:
-        if target.suffix == ".pth" and not seen:
-            seen.append(target)
-            raise OSError(errno.EIO, "Input/output error")
-        replace(source, target)
-
-    monkeypatch.setattr(files, "replace", refuse)
-    train(tmp_path, SETTING)
-    (failed,) = read(tmp_path, "failed save")
-    assert failed["checkpoint"] == "small_epoch_1_iter_2.pth"
-    assert "Input/output error" in failed["cause"]
 
 
 @pytest.mark.shows("P27")

@@ -12,13 +12,11 @@ import pytest
 import torch
 
 import helios
-from helios.errors import ArgumentError, RunMismatchError
 from helios.ledger import diff, verify
 from helios.ledger.book import FILE_NAME, read_lines
 from helios.ledger.line import read_float
 from helios.state import TrainingState
 from helios.storage import files
-from tests.support.quiet import Quiet
 from tests.support.resume import assert_equal_ledgers
 from tests.support.runs import Setting, train
 
@@ -29,20 +27,6 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of the chain."""
     (path,) = folder.glob(f"*/{FILE_NAME}")
     return [json.loads(line) for line in read_lines(path)]
-
-
-class Interrupt(Quiet):
-    """Ends a start after an iteration."""
-
-    unsaved = ("iteration",)
-
-    def __init__(self, iteration: int) -> None:
-        super().__init__("interrupt")
-        self.iteration = iteration
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        if state.global_iteration == self.iteration:
-            self.context.interrupt("the test says so")
 
 
 @pytest.fixture(scope="module")
@@ -82,26 +66,6 @@ def test_what_changes_no_bit_changes_no_line(
     changes: dict[str, Any], whole: Path, tmp_path: Path
 ) -> None:
     train(tmp_path, dataclasses.replace(SETTING, **changes))
-    assert_equal_ledgers(tmp_path, whole)
-
-
-@pytest.mark.parametrize("seed", [6])
-def test_another_seed_gives_another_ledger(seed: int, whole: Path, tmp_path: Path) -> None:
-    train(tmp_path, dataclasses.replace(SETTING, seed=seed))
-    assert diff(whole, tmp_path).iteration == 1
-
-
-def test_an_interrupted_run_has_no_end_until_it_has_ended(whole: Path, tmp_path: Path) -> None:
-    train(tmp_path, SETTING, Interrupt(6))
-    assert not verify(tmp_path).has_ended
-    assert len(_lines(tmp_path)) == 7
-    train(tmp_path, SETTING)
-    assert_equal_ledgers(tmp_path, whole)
-
-
-def test_a_finished_run_that_is_started_again_keeps_its_ledger(whole: Path, tmp_path: Path) -> None:
-    train(tmp_path, SETTING)
-    train(tmp_path, SETTING)
     assert_equal_ledgers(tmp_path, whole)
 
 
@@ -153,44 +117,6 @@ def test_a_checkpoint_without_ledger_begins_one(tmp_path: Path) -> None:
     assert _lines(tmp_path)[0]["after"] == 8
     assert verify(tmp_path).is_good
     assert verify(tmp_path).begins_after == 8
-
-
-def test_a_start_that_is_refused_leaves_the_ledger_as_it_was(whole: Path, tmp_path: Path) -> None:
-    train(tmp_path, SETTING)
-    with pytest.raises(RunMismatchError):
-        train(tmp_path, dataclasses.replace(SETTING, total_steps=20, seed=6))
-    assert_equal_ledgers(tmp_path, whole)
-
-
-def test_a_new_run_takes_the_ledger_of_the_old_one_out_of_the_way(
-    whole: Path, tmp_path: Path
-) -> None:
-    train(tmp_path, SETTING)
-    train(tmp_path, dataclasses.replace(SETTING, total_steps=5, options={"resume": "never"}))
-    (kept,) = tmp_path.glob(f"*/before-*/{FILE_NAME}")
-    (old,) = whole.glob(f"*/{FILE_NAME}")
-    assert kept.read_bytes() == old.read_bytes()
-    assert len(_lines(tmp_path)) == 7
-
-
-def test_a_last_line_that_the_disk_refuses_does_not_fail_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write = files.write
-
-    def refuse(handle: Any, data: Any) -> int:
-        if Path(handle.name).name == FILE_NAME and b'"end":1' in bytes(data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(handle, data)
-
-    monkeypatch.setattr(files, "write", refuse)
-    train(tmp_path, SETTING)
-    assert "The last line of the ledger could not be written" in capsys.readouterr().err
-
-
-def test_an_unknown_ledger_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"ledger.*\"steps\" or \"off\""):
-        helios.Trainer(total_steps=1, ledger="all")  # type: ignore[arg-type]
 
 
 class _Rounded(helios.Model):

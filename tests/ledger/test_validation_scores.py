@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
@@ -19,7 +18,6 @@ from torch.utils.data import TensorDataset
 import helios
 from helios.checkpoint.sidecar import Sidecar
 from helios.cli.commands import main
-from helios.errors import ArgumentTypeError
 from helios.ledger import Replay, diff, verify
 from helios.ledger.book import RunScores, read_scores
 from helios.ledger.compare import SCORES, LineComparison
@@ -206,19 +204,6 @@ def test_the_chain_is_the_same_with_other_validations_or_none(
 
 
 @pytest.mark.shows("P135")
-def test_scores_hang_beside_the_line_of_their_iteration(known: Path) -> None:
-    chain, places, above = "", [], 0
-    for line in (known / "ledger.jsonl").read_bytes().splitlines(keepends=True):
-        body, own = line[:-TAIL_BYTES], json.loads(line)["h"]
-        assert own == hashlib.sha256(chain.encode() + body).hexdigest()[:16]
-        if body.startswith(b'{"scores"'):
-            places.append((json.loads(line)["after"], above))
-        else:
-            chain, above = own, json.loads(line).get("at", [0, 0, 0])[1]
-    assert places == [(4, 4), (8, 8), (12, 12)]
-
-
-@pytest.mark.shows("P135")
 def test_a_kill_between_an_iteration_and_its_scores_leaves_the_same_ledger(
     tmp_path: Path,
 ) -> None:
@@ -312,8 +297,6 @@ def test_verify_finds_a_changed_score(
     ("one", "other", "is_equal"),
     [
         (math.nan, math.nan, True),
-        (math.inf, math.inf, True),
-        (math.inf, -math.inf, False),
         (0.1, math.nextafter(0.1, 1), False),
         (0.0, -0.0, False),
     ],
@@ -323,12 +306,3 @@ def test_scores_are_equal_if_their_bits_are(one: float, other: float, *, is_equa
     found = LineComparison(num_equal=1)
     found.compare_scores(*(RunScores({1: {"error": x}}) for x in (one, other)))
     assert (found.iteration is None) is is_equal
-
-
-@pytest.mark.parametrize("names", ["seconds", 3], ids=str)
-def test_unscored_must_be_a_tuple_of_names(names: Any, tmp_path: Path) -> None:
-    class Wrong(Net):
-        unscored = names
-
-    with pytest.raises(ArgumentTypeError, match=r"unscored of a model must be a tuple of names"):
-        train(tmp_path, Wrong())

@@ -41,21 +41,6 @@ def _is_good(path: Path) -> bool:
         return False
 
 
-def test_a_sound_ledger_is_good(ledger: Path) -> None:
-    found = verify(ledger.parent)
-    assert found.is_good
-    assert found.has_ended
-    assert found.num_iterations == 6
-    assert found.hash.encode() in _lines(ledger)[-1]
-
-
-def test_a_run_that_goes_on_is_good(ledger: Path) -> None:
-    ledger.write_bytes(b"".join(_lines(ledger)[:-2]))
-    found = verify(ledger)
-    assert found.is_good
-    assert not found.has_ended
-
-
 @pytest.mark.shows("P11")
 @pytest.mark.parametrize(
     ("change", "expected"),
@@ -92,18 +77,6 @@ def test_every_change_of_a_single_byte_is_found(ledger: Path) -> None:
     assert not unseen
 
 
-def test_every_removal_of_bytes_from_the_end_is_found_or_is_an_earlier_ledger(
-    ledger: Path,
-) -> None:
-    data = ledger.read_bytes()
-    whole = {
-        len(data[:place]) + 1 for place in range(len(data)) if data[place : place + 1] == b"\n"
-    }
-    for size in range(1, len(data)):
-        ledger.write_bytes(data[:size])
-        assert _is_good(ledger) == (size in whole)
-
-
 @pytest.mark.shows("P11")
 def test_a_checkpoint_of_another_ledger_is_named(ledger: Path) -> None:
     size = sum(map(len, _lines(ledger)[:4]))
@@ -114,12 +87,6 @@ def test_a_checkpoint_of_another_ledger_is_named(ledger: Path) -> None:
         sidecars = {name: make_sidecar(1, 3, ledger=mark) for name, mark in marks.items()}
         (text,) = verify(ledger, sidecars).findings
         assert text.startswith("other.pth")
-
-
-@pytest.mark.parametrize("text", ["", "{}\n", "not a ledger"])
-def test_another_file_is_not_good(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE_NAME).write_text(text)
-    assert not _is_good(tmp_path)
 
 
 def test_a_run_that_has_ended_has_the_line_of_its_end(ledger: Path) -> None:
@@ -135,16 +102,6 @@ def test_a_run_that_has_ended_has_the_line_of_its_end(ledger: Path) -> None:
     mark = {"size": size - len(lines[-2]), "hash": lines[-3][-19:-3].decode(), "every": 1000}
     before = make_sidecar(1, 2, ledger=mark, finished="total_steps reached")
     assert verify(ledger, {"last.pth": before}).is_good
-
-
-def test_no_ledger_and_two_runs_are_wrong_usage(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match=r"There is no ledger\.jsonl"):
-        verify(tmp_path)
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / FILE_NAME).write_text("")
-    with pytest.raises(LedgerError, match="holds several runs: a, b"):
-        verify(tmp_path)
 
 
 @pytest.mark.shows("P62")

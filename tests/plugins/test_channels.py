@@ -1,4 +1,4 @@
-"""Hook contexts and channels: order, errors, nesting, handles, sets and state (R10-R22).
+"""Hook contexts and channels: order, errors, nesting, handles, sets and state.
 
 Events are told here as the bus tells them, one by one; whole runs are in the integration tests.
 """
@@ -12,10 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from helios.core.registry import Registry
-from helios.errors import ArgumentError, ArgumentTypeError
+from helios.errors import ArgumentError
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS
 from helios.plugins.channels import HookContext, PipelineHooks
@@ -81,7 +80,7 @@ def make_ctx(**run: Any) -> Context:
 def test_a_context_of_functions_has_either_or_both(
     before: bool, after: bool, expected: list[str]
 ) -> None:
-    """R10, R11, R12: both get the one argument."""
+    """Both get the one argument."""
     log: list[Any] = []
     ctx = make_ctx()
 
@@ -98,7 +97,7 @@ def test_a_context_of_functions_has_either_or_both(
 
 @pytest.mark.shows("R15")
 def test_all_exits_run_and_their_errors_are_joined() -> None:
-    """R15: the first is raised; the exits after it see it."""
+    """The first is raised; the exits after it see it."""
     log: list[Any] = []
     hooks = make_hooks(log)
     errors = [ValueError("a"), None, KeyError("c"), RuntimeError("d")]
@@ -118,7 +117,6 @@ def test_all_exits_run_and_their_errors_are_joined() -> None:
 
 @pytest.mark.shows("R17")
 def test_one_object_counts_once_and_its_handle_removes_it_once() -> None:
-    """R17."""
     hooks, hook = PipelineHooks(), Noting([], "quiet")
     first = hooks.register("on_batch", hook)
     other = Noting([], "quiet")
@@ -137,7 +135,7 @@ def test_one_object_counts_once_and_its_handle_removes_it_once() -> None:
 
 @pytest.mark.shows("R18")
 def test_a_channel_that_does_not_exist_is_an_error() -> None:
-    """R18: it names those that do."""
+    """It names those that do."""
     with pytest.raises(ArgumentError, match=r"on_loop, on_epoch.*got 'on_batches'"):
         PipelineHooks().register("on_batches", Noting([], "quiet"))
     with pytest.raises(ArgumentError, match="on_optimizer_step"):
@@ -145,16 +143,8 @@ def test_a_channel_that_does_not_exist_is_an_error() -> None:
 
 
 @pytest.mark.shows("R19")
-@pytest.mark.parametrize("hook", [None, print, HookContext, PipelineHooks()])
-def test_only_contexts_are_registered(hook: Any) -> None:
-    """R19."""
-    with pytest.raises(ArgumentTypeError, match="must be a HookContext object"):
-        PipelineHooks().register("on_batch", hook)
-
-
-@pytest.mark.shows("R19")
 def test_unregister_all_empties_every_channel_for_good() -> None:
-    """R19: a handle of before does not take back what was registered afterwards."""
+    """A handle of before does not take back what was registered afterwards."""
     hooks, hook = PipelineHooks(), Noting([], "quiet")
     handles = [hooks.register(channel, hook) for channel in CHANNELS]
     hooks.unregister_all()
@@ -167,7 +157,6 @@ def test_unregister_all_empties_every_channel_for_good() -> None:
 
 @pytest.mark.shows("R20")
 def test_a_sum_is_a_new_set_under_the_first_id() -> None:
-    """R20."""
     first, second = PipelineHooks("first"), PipelineHooks("second")
     a, b, c, shared = (Noting([], "quiet") for _ in range(4))
     for hooks, hook in ((first, a), (first, shared), (second, b), (second, shared)):
@@ -183,7 +172,7 @@ def test_a_sum_is_a_new_set_under_the_first_id() -> None:
 
 @pytest.mark.shows("R20")
 def test_one_handle_removes_all_that_was_added() -> None:
-    """R20; what was there before stays."""
+    """What was there before stays."""
     hooks, other = PipelineHooks(), PipelineHooks()
     mine, shared, added = (Noting([], "quiet") for _ in range(3))
     hooks.register("on_batch", mine)
@@ -201,7 +190,7 @@ def test_one_handle_removes_all_that_was_added() -> None:
 
 
 class Ready(PipelineHooks):
-    """A ready-made set, with a method of its own (R22)."""
+    """A ready-made set, with a method of its own."""
 
     def __init__(self, name: str = "ready") -> None:
         super().__init__(name)
@@ -221,7 +210,6 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 @pytest.mark.shows("R21", "R22")
 def test_sets_are_made_of_what_configurations_hold(registry: Registry) -> None:
-    """R21."""
     registry.register(Ready)
     assert PipelineHooks.from_hooks(None).contexts("on_batch") == []
     hooks = PipelineHooks()
@@ -239,15 +227,6 @@ def test_sets_are_made_of_what_configurations_hold(registry: Registry) -> None:
     assert all_of_them is not hooks
     assert all_of_them.contexts("on_loop") == hooks.contexts("on_loop")
     assert len(all_of_them.contexts("on_batch")) == 2
-
-
-def test_a_context_with_half_a_state_is_an_error() -> None:
-    class Half(Noting):
-        def state_dict(self) -> dict[str, Any]:
-            return {"tensor": torch.zeros(1)}
-
-    with pytest.raises(ArgumentError, match=r"Half must override both.*got state_dict only"):
-        PipelineHooks().register("on_batch", Half([], "half"))
 
 
 def test_a_context_that_would_do_nothing_is_refused() -> None:

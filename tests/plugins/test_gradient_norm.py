@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from helios.plugins.monitors import GradientNormMonitor
-from tests.plugins.test_learning_rate import Curves, fit
+from tests.plugins.test_learning_rate import fit
 from tests.support.quiet import Quiet
-from tests.support.resume import copy_checkpoint
-from tests.support.runs import Setting, SmallModel, train
+from tests.support.runs import Setting, SmallModel
 
 
 class Expected(Quiet):
@@ -41,7 +39,6 @@ class Expected(Quiet):
 @pytest.mark.shows("K21")
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_the_norms_are_those_before_clipping(norm_type: float) -> None:
-    """R39."""
     setting = Setting(total_steps=6, accumulation=2, print_frequency=1)
     monitor = GradientNormMonitor(norm_type, per_network=True, per_parameter=True)
     expected = Expected(norm_type)
@@ -53,22 +50,3 @@ def test_the_norms_are_those_before_clipping(norm_type: float) -> None:
         False,
         True,
     ]
-
-
-@pytest.mark.parametrize("unit", ["iteration", "epoch"])
-def test_a_resume_logs_what_an_undisturbed_run_has(unit: str, tmp_path: Path) -> None:
-    total = 6 if unit == "iteration" else 2
-    setting = Setting(unit=unit, total_steps=total, accumulation=2, print_frequency=1)
-    setting.requests = unit == "epoch"
-
-    def run(folder: Path) -> Curves:
-        curves = Curves()
-        monitor = GradientNormMonitor(per_network=True, per_parameter=True)
-        train(folder, setting, monitor, curves)
-        return curves
-
-    whole = run(tmp_path / "whole")
-    for path in sorted((tmp_path / "whole").glob("*/*.pth"))[:-1]:
-        since = int(path.stem.split("_iter_")[1])
-        resumed = run(copy_checkpoint(path, tmp_path / f"from-{since}"))
-        assert resumed.points == {n: p for n, p in whole.points.items() if n > since}

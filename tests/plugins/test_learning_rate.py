@@ -69,7 +69,6 @@ def cosine(count: int) -> list[float]:
 
 @pytest.mark.shows("R42")
 def test_the_rate_that_a_step_has_used_is_logged() -> None:
-    """R42."""
     setting = Setting(total_steps=8, print_frequency=2)
     curves = fit(SmallModel(setting), LearningRateMonitor())
     rates = cosine(8)

@@ -11,7 +11,6 @@ from torch import nn
 
 import helios
 from helios.core import rng
-from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins import Metrics, Plugin
 from helios.state import Phase, TrainingState
 from tests.support.quiet import Quiet
@@ -70,21 +69,6 @@ def _probabilities(context: Any) -> tuple[Any, ...]:
 
 def _of(metrics: Any, phase: Phase = Phase.TRAINING, **options: Any) -> Metrics:
     return Metrics(metrics, inputs=options.pop("inputs", _ids), phase=phase, **options)
-
-
-def _ids_by_epoch(outcome: Outcome, length: int = 6) -> list[list[int]]:
-    batches = [ids for ids, _ in outcome.records.values()]
-    groups = [batches[start : start + length] for start in range(0, len(batches), length)]
-    return [[number for batch in group for number in batch] for group in groups]
-
-
-@pytest.mark.shows("R43")
-def test_an_epoch_has_a_value(tmp_path: Path) -> None:
-    listener = Listener()
-    outcome = train(tmp_path, Setting(total_steps=12), _of({"ids": Mean()}), listener)
-    expected = [(6, 10.5), (12, 10.5)]
-    assert [sum(ids) / len(ids) for ids in _ids_by_epoch(outcome)] == [10.5, 10.5]
-    assert listener.of("train/ids") == expected
 
 
 @pytest.mark.shows("R43")
@@ -214,23 +198,6 @@ def test_a_resume_anywhere_gives_the_same_values(
         assert [repr(item) for item in heard] == [repr(item) for item in tail]
 
 
-def test_what_a_metric_keeps_over_a_reset_is_kept_over_a_resume(tmp_path: Path) -> None:
-    import torchmetrics
-
-    def run(folder: Path, steps: int) -> list[tuple[int, str, float]]:
-        accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
-        metrics = {"extremes": torchmetrics.wrappers.MinMaxMetric(accuracy)}
-        listener = Listener()
-        plugin = _of(metrics, inputs=_probabilities, every=2)
-        train(folder, Setting(total_steps=steps), plugin, listener)
-        return [entry for entry in listener.heard if "extremes" in entry[1]]
-
-    whole = run(tmp_path / "whole", 8)
-    assert run(tmp_path / "resumed", 5) + run(tmp_path / "resumed", 8) == whole
-    values = {name: value for iteration, name, value in whole if iteration == 6}
-    assert values["train/extremes/max"] > values["train/extremes/raw"]
-
-
 class Rolling(Mean):
     """A metric that draws random numbers from all generators."""
 
@@ -256,19 +223,3 @@ def test_no_bit_of_the_training_changes(phase: Phase, tmp_path: Path) -> None:
     assert models[0].records == models[1].records
     states = [model.net.state_dict() for model in models]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"metrics": {"a": len}}, ArgumentTypeError, "update, compute, reset.*got 'a'"),
-        ({"every": 0}, ArgumentError, "positive number of steps, got 0"),
-        ({"every": 3, "phase": Phase.TESTING}, ArgumentError, "has one value"),
-    ],
-)
-def test_arguments_are_checked(
-    arguments: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    base = {"metrics": {"m": Mean()}, "inputs": _ids, "phase": Phase.TRAINING}
-    with pytest.raises(error, match=text):
-        Metrics(**{**base, **arguments})

@@ -8,14 +8,9 @@ import torch
 import helios
 import helios.plugins
 from helios.core.registry import Registry
-from helios.plugins import PLUGIN_REGISTRY, CUDAPlugin, Plugin, UniquePluginOverrides, create_plugin
+from helios.plugins import PLUGIN_REGISTRY, CUDAPlugin, UniquePluginOverrides, create_plugin
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
-
-
-def test_a_plugin_must_define_its_setup() -> None:
-    with pytest.raises(TypeError, match="setup"):
-        Plugin("plugin")  # type: ignore[abstract]
 
 
 def test_a_registered_plugin_is_created_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +36,7 @@ def test_the_plugin_for_cuda_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.shows("H61")
 def test_the_plugin_for_cuda_owns_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H61: batches are moved by the model, so another plugin may own them."""
+    """Batches are moved by the model, so another plugin may own them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     plugin = CUDAPlugin()
     assert plugin.plug_id == "cuda"

@@ -8,15 +8,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-import helios
 from helios.plugins.plugin import Plugin
 from helios.plugins.row_loggers import CSVLogger, JSONLLogger
 from tests.support.kills import KillAt, train_in_child
 from tests.support.quiet import Quiet
-from tests.support.resume import copy_checkpoint
-from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, train
+from tests.support.runs import Outcome, Setting, train
 
 NAMES = ("log.csv", "log.jsonl")
 
@@ -114,19 +110,6 @@ def test_values_and_names_read_back_exactly(tmp_path: Path) -> None:
         assert [*map(repr, map(float, found.values()))] == [*map(repr, Odd.numbers)]
 
 
-def test_two_loggers_of_a_kind_have_names_of_their_own(tmp_path: Path) -> None:
-    first, second = CSVLogger(tmp_path / "a.csv"), CSVLogger(tmp_path / "b.csv", "second")
-    train(tmp_path / "run", _setting(), first, second)
-    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
-
-
-def _marks(whole: Path, since: int) -> dict[str, int]:
-    (path,) = whole.glob(f"*/*_iter_{since}.pth")
-    plugins = helios.load_checkpoint(path)["plugins"]
-    ids = {"log.csv": "csv-logger", "log.jsonl": "jsonl-logger"}
-    return {name: plugins[key]["mark"]["size"] for name, key in ids.items()}
-
-
 def test_real_kills_leave_the_undisturbed_files(tmp_path: Path) -> None:
     setting = _setting(chkpt_frequency=2)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -146,58 +129,3 @@ def test_real_kills_leave_the_undisturbed_files(tmp_path: Path) -> None:
     assert train_in_child(killed, setting, *_loggers(killed)) == 0
     for name in NAMES:
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
-
-
-def test_a_start_after_a_kill_before_the_first_checkpoint_begins_anew(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    setting = _setting(chkpt_frequency=4)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    _run(whole, setting)
-    assert train_in_child(killed, setting, *_loggers(killed), KillAt("on_log", 3)) == -9
-    assert len(_rows(killed / "log.csv")) == 4
-    _run(killed, setting)
-    assert "log.csv already exists" in capfd.readouterr().err
-    for name in NAMES:
-        assert (killed / name).read_bytes() == (whole / name).read_bytes()
-    assert len(_rows(killed / "log.before-1.csv")) == 4
-
-
-def test_a_start_without_the_file_says_what_is_missing_and_goes_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    whole = tmp_path / "whole"
-    _run(whole)
-    (path,) = whole.glob("*/*_iter_5.pth")
-    resumed = copy_checkpoint(path, tmp_path / "resumed")
-    train(resumed, _setting(), CSVLogger(resumed / "log.csv"), Talker())
-    said = capfd.readouterr().err
-    assert f"{resumed / 'log.csv'} is missing" in said
-    assert f"its path was {whole / 'log.csv'}" in said
-    kept = (whole / "log.csv").read_bytes()[_marks(whole, 5)["log.csv"] :]
-    assert (resumed / "log.csv").read_bytes() == b"epoch,iteration,name,value\n" + kept
-
-
-def test_an_evaluation_writes_nothing(tmp_path: Path) -> None:
-    setting = _setting()
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=6,
-        print_frequency=1,
-        use_cpu=True,
-        print_banner=False,
-        plugins=_loggers(tmp_path),
-    )
-    model, data = SmallModel(setting), IndexModule(setting)
-    trainer.fit(model, data)
-    before = {name: (tmp_path / name).read_bytes() for name in NAMES}
-    trainer.test(model, data)
-    trainer.validate(model, data)
-    assert {name: (tmp_path / name).read_bytes() for name in NAMES} == before
-
-
-def test_a_trial_validation_leaves_no_row(tmp_path: Path) -> None:
-    _run(tmp_path / "a", _setting(options={"sanity_steps": 1}))
-    _run(tmp_path / "b", _setting())
-    for name in NAMES:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()

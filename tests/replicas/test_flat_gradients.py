@@ -55,19 +55,6 @@ def reduce_and_show(flat: FlatGradients, *leaves: FlatBuffer) -> None:
     flat.set_gradients(flat.reduce(stack.take(), TreeReducer(len(leaves))))
 
 
-def test_gradients_go_in_and_come_out() -> None:
-    model = Parts()
-    flat = FlatGradients(model.named_parameters())
-    expected = backward(model, 1.5)
-    leaf = flat.move_all()
-    assert gradients_of(model) == {}
-    assert len(leaf.flats) == 3, "one buffer for each type"
-    reduce_and_show(flat, leaf)
-    assert_same(gradients_of(model), expected)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.stride() == parameter.stride(), name
-
-
 @pytest.mark.shows("S58")
 def test_gradients_take_the_form_that_parameters_get_between_two_steps() -> None:
     model = Parts()
@@ -83,44 +70,6 @@ def test_gradients_take_the_form_that_parameters_get_between_two_steps() -> None
     assert_same(gradients_of(model), expected)
     for name, parameter in model.named_parameters():
         assert parameter.grad.stride() == parameter.stride(), name
-
-
-def test_micro_batches_of_a_replica_are_added_in_their_order() -> None:
-    model = Parts()
-    flat = FlatGradients(model.named_parameters())
-    first, second = backward(model, 0.3), None
-    leaf = flat.move_all()
-    second = backward(model, 1e-3, "weight", "narrow")
-    assert flat.move_all(leaf) is leaf
-    reduce_and_show(flat, leaf)
-    expected = {name: first[name] + second[name] if name in second else first[name]
-                for name in first}  # fmt: skip
-    assert_same(gradients_of(model), expected)
-
-
-def test_a_gradient_that_some_replicas_lack_counts_as_zero() -> None:
-    model = Parts()
-    flat = FlatGradients(model.named_parameters())
-    backward(model, 7.0)
-    reduce_and_show(flat, flat.move_all())  # so that the buffer is not fresh
-    model.zero_grad()
-    names = [("weight", "narrow"), ("weight", "number"), ("weight",)]
-    found = []
-    leaves = []
-    for factor, used in enumerate(names, 1):
-        found.append(backward(model, factor, *used))
-        leaves.append(flat.move_all())
-    reduce_and_show(flat, *leaves)
-    everywhere = {number for number, name in enumerate(dict(model.named_parameters()))
-                  if name not in ("weight", "narrow", "number")}  # fmt: skip
-    assert leaves[0].missing == everywhere, "what is there somewhere needs no look at its mark"
-    shown = gradients_of(model)
-    assert shown.keys() == {"weight", "narrow", "number"}, "missing everywhere: None"
-    assert torch.equal(
-        shown["weight"], (found[0]["weight"] + found[1]["weight"]) + found[2]["weight"]
-    )
-    assert torch.equal(shown["narrow"], found[0]["narrow"])
-    assert torch.equal(shown["number"], found[1]["number"])
 
 
 def test_frozen_parameters_take_no_room_and_may_be_thawed_between_steps() -> None:

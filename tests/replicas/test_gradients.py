@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import functools
-import gc
-import math
-import random
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
-from helios.replicas.flat_gradients import FlatBuffer
 from helios.replicas.gradients import GradientSum
 from helios.replicas.replicas import Replicas
 from tests.engines.joined import joined
@@ -195,7 +190,7 @@ def test_the_mean_counts_micro_batches_and_replicas() -> None:
         }
 
 
-@pytest.mark.parametrize("num_done", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_done", [1, 4])
 def test_a_window_that_is_dropped_leaves_nothing_behind(num_done: int) -> None:
     """It may end after any iteration of the window."""
     run = Engines(3, "weight", "narrow", "branch")
@@ -227,26 +222,6 @@ def test_optimizers_are_added_apart() -> None:
     assert read(run.model)["weight"] == mean_of(2, 1, torch.zeros(3, 5))
 
 
-def count_buffers() -> int:
-    return sum(type(part) is FlatBuffer for part in gc.get_objects())
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7, 8, 16, 33])
-def test_few_buffers_are_alive(num_replicas: int) -> None:
-    """Leaves are added at once, and buffers are used again: not one for each replica."""
-    found = count_buffers()
-    model = nn.Linear(2, 2)
-    summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(num_replicas), {})
-    for _ in range(3):
-        for replica in range(num_replicas):
-            model(torch.ones(1, 2)).sum().backward()
-            summed.add_micro_batch(replica, ends_window=True)
-        summed.finish()
-        # None is freed, so these are all that were needed at any time.
-        assert count_buffers() - found == math.floor(math.log2(num_replicas)) + 1
-
-
 def _use_elsewhere(rank: int) -> Found:
     """Let each of two processes use a parameter of its own."""
     with joined(rank, 2) as info:
@@ -262,20 +237,3 @@ def test_a_gradient_of_one_process_is_there_on_all() -> None:
     first, second = (bits(torch.tensor([[number]])) for number in (3.0, 4.0))
     expected = {"0.weight": first, "1.weight": second, "2.weight": None}
     assert run_ranks(_use_elsewhere, 2) == [expected] * 2
-
-
-def test_lone_processes_have_the_same_sum_as_an_engine_of_one_replica() -> None:
-    """V = 1 over the path of several replicas changes no bit of a plain accumulation."""
-    draw = random.Random(0)
-    factors = [draw.uniform(-1, 1) * 10 ** draw.uniform(-2, 2) for _ in range(5)]
-    plain, summed = nn.Parameter(torch.zeros(9)), nn.Parameter(torch.zeros(9))
-    optimizer = SGD([summed], lr=1.0)
-    through = GradientSum(optimizer, Replicas(1, DistributedInfo()), {})
-    for number, factor in enumerate(factors):
-        (plain * factor).sum().backward()
-        (summed * factor).sum().backward()
-        through.add_micro_batch(0, ends_window=number == len(factors) - 1)
-    through.finish()
-    assert plain.grad is not None
-    assert summed.grad is not None
-    assert bits(summed.grad) == bits(plain.grad)

@@ -10,9 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helios.distributed.process_groups import DistributedInfo
-from helios.errors import ArgumentError, UsageError
-from helios.replicas.reduction_tree import blocks
 from helios.replicas.replicas import Replicas
 from tests.engines.joined import replicas_on
 from tests.support.ranks import run_ranks
@@ -28,44 +25,6 @@ def test_a_run_has_one_replica_and_one_process_by_default() -> None:
     assert lone.has_single_replica
     assert lone.has_single_process
     assert lone.has_one_per_process
-
-
-def test_one_process_may_carry_all_replicas() -> None:
-    whole = Replicas(5)
-    assert (whole.num_replicas, whole.num_processes, whole.local_replicas) == (5, 1, range(5))
-    assert whole.has_single_process
-    assert not whole.has_single_replica
-    assert not whole.has_one_per_process
-    assert whole.reducer.block == whole.local_replicas
-
-
-def test_no_process_is_without_a_replica() -> None:
-    with pytest.raises(ArgumentError, match="must be between 1 and num_replicas \\(2\\), got 3"):
-        Replicas(2, DistributedInfo(0, 0, 3, 3))
-
-
-def _place(rank: int, num_processes: int, num_replicas: int) -> tuple[Any, ...]:
-    with replicas_on(rank, num_processes, num_replicas) as here:
-        places = here.gather_objects((here.rank, here.local_replicas))
-        here.barrier()
-        return (
-            here.local_replicas,
-            here.has_single_replica,
-            here.has_single_process,
-            here.has_one_per_process,
-            places,
-        )
-
-
-@pytest.mark.parametrize(("num_processes", "num_replicas"), [(2, 2), (2, 5), (3, 4)])
-def test_processes_carry_all_replicas(num_processes: int, num_replicas: int) -> None:
-    expected = blocks(num_processes, num_replicas)
-    has_one_per_process = num_processes == num_replicas
-    for rank, found in enumerate(run_ranks(_place, num_processes, num_processes, num_replicas)):
-        block, *facts, places = found
-        assert block == expected[rank]
-        assert facts == [False, False, has_one_per_process]
-        assert places == list(enumerate(expected)), "in the order of ranks"
 
 
 def _agree(rank: int, num_processes: int) -> list[tuple[bool, ...]]:
@@ -181,18 +140,3 @@ def test_tensors_of_the_first_replica_become_everybodys(num_processes: int) -> N
         column = torch.full((3, 4), float(rank))
         column[:, 1] = 0.0
         assert whole == bits(column)
-
-
-def _fail(rank: int) -> str:
-    with replicas_on(rank, 2, 2) as here:
-        with pytest.raises(UsageError, match="got 2"):
-            here.mean_losses([{}, {}])
-        with pytest.raises(UsageError) as caught:
-            here.agree(True)
-    return str(caught.value)
-
-
-def test_nothing_is_exchanged_after_a_failure() -> None:
-    """The others may wait for something else: another exchange would mix up numbers."""
-    for text in run_ranks(_fail, 2):
-        assert "must not be called after a collective has failed" in text

@@ -95,22 +95,6 @@ def test_a_copy_of_a_run_is_no_further_seed(
     assert found["groups"] == []
 
 
-@pytest.mark.shows("P126")
-def test_runs_without_a_common_best_are_listed_as_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [make_run(tmp_path / str(x), [x, 3.0 - x], params={"lr": x}) for x in (1.0, 2.0, 0.5)]
-    path = runs[1] / "run.jsonl"
-    path.write_text(path.read_text().replace('"mode": "min"', '"mode": "max"'))
-    found = compare(capsys, *runs)
-    assert found["by"] is None
-    assert [(row["run"], row["scores"]["error"]) for row in found["rows"]] == [
-        ("1.0", 2.0),
-        ("2.0", 1.0),
-        ("0.5", 2.5),
-    ]
-
-
 @pytest.mark.shows("P147")
 def test_a_plot_has_the_curves_of_all_runs_over_each_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -137,10 +121,3 @@ def test_a_plot_has_the_curves_of_all_runs_over_each_other(
         assert (tmp_path / f"plot.{suffix}").stat().st_size > 1_000
     assert main(["compare", *folders, "--plot", str(tmp_path / "plot.xyz")]) == 2
     assert ".png" in capsys.readouterr().err
-
-
-def test_a_run_without_files_is_not_compared(
-    grid: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", str(grid[0]), str(tmp_path / "missing")]) == 2
-    assert "missing" in capsys.readouterr().err

@@ -229,15 +229,6 @@ def test_texts_of_a_run_are_never_markup(
     assert "script" not in Page(text).tags
 
 
-@pytest.mark.shows("P44")
-def test_many_losses_make_no_large_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = [f"part {number}" for number in range(60)]
-    write_ledger(tmp_path, [math.sin(n) for n in range(2_000)], names=names)
-    text, _ = make_page(tmp_path, capsys)
-    assert len(text.encode()) < 2_000_000
-    assert "36 more curves are not drawn" in text
-
-
 @pytest.mark.shows("P62")
 def test_lines_that_are_not_good_are_in_no_chart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -268,19 +259,3 @@ def test_without_matplotlib_one_line_says_what_to_install(
         assert "pip install 'helios-trainer[report]'" in line
     assert main(["compare", one, two]) == 0
     assert main(["ls", one]) == 0
-
-
-def test_wrong_uses_of_report_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert "Pass the folder of a run." in capsys.readouterr().err
-    for name in ("one", "two"):
-        write_ledger(tmp_path / name, [1.0])
-    assert main(["report", str(tmp_path)]) == 2
-    assert "several runs: one, two" in capsys.readouterr().err
-    run, ledger = tmp_path / "one", tmp_path / "one" / "ledger.jsonl"
-    before = ledger.read_bytes()
-    assert main(["report", str(run), "--out", str(tmp_path / "none" / "a.html")]) == 2
-    assert "No such folder" in capsys.readouterr().err
-    assert ledger.read_bytes() == before

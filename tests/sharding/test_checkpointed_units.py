@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-from torch import nn
 
-from helios import Unit
 from tests.sharding.test_sharded_training import EVERYTHING, MATRIX, cases
-from tests.support.ranks import RankError, run_ranks
-from tests.support.sharded import Kill, Sharded, ShardedModel, fit, read_bits, train
+from tests.support.ranks import RankError
+from tests.support.sharded import Kill, Sharded, read_bits, train
 
 PLAIN = Sharded(3, sharding="none", again="none")
 
 
 @pytest.mark.shows("P101")
 @pytest.mark.parametrize(("num_replicas", "num_processes"), cases([(3, 2)], MATRIX))
-@pytest.mark.parametrize("sharding", ["full", "none"])
+@pytest.mark.parametrize("sharding", ["full", pytest.param("none", marks=pytest.mark.full)])
 @pytest.mark.parametrize("again", ["units", pytest.param("both", marks=pytest.mark.full)])
 def test_units_that_are_computed_again_have_the_same_bits(
     tmp_path: Path, num_replicas: int, num_processes: int, sharding: str, again: str
@@ -46,14 +43,3 @@ def test_a_killed_run_goes_on_with_it_and_without(
         train(tmp_path / "killed", after, setting, Kill(iteration=8, rank=after - 1))
     train(tmp_path / "killed", after, killed)
     assert read_bits(tmp_path / "killed") == read_bits(tmp_path / "undisturbed")
-
-
-class Foreign(ShardedModel):
-    def shard(self) -> list[Unit]:
-        return [Unit(nn.Linear(2, 2), checkpoint=True)]
-
-
-@pytest.mark.shows("P103")
-def test_a_unit_that_is_no_part_of_the_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="must return modules of the model's networks"):
-        run_ranks(partial(fit, kind=Foreign), 1, tmp_path, PLAIN)

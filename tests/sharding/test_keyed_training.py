@@ -162,8 +162,8 @@ def bytes_of(num_processes: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("optimizer", "num_states", "is_async"),
     [
-        ("SGD", 0, False),
         ("AdamW", 2, True),
+        pytest.param("SGD", 0, False, marks=pytest.mark.full),
         pytest.param("SGD", 0, True, marks=pytest.mark.full),
         pytest.param("AdamW", 2, False, marks=pytest.mark.full),
     ],

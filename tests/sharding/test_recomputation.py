@@ -143,67 +143,6 @@ def test_a_second_forward_starts_as_the_first_and_leaves_no_trace(*, autocast: b
     assert train(again=True, autocast=autocast) == train(again=False, autocast=autocast)
 
 
-class Statistics:
-    """What a network counts, in an object of its own."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.seen: list[Any] = [self]
-        self.mean = torch.zeros(WIDTH)
-
-
-class Slotted:
-    __slots__ = ("calls", "first")
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-
-class Counting(nn.Module):
-    """Keeps its state in objects, which lie in containers and refer to each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.objects = ({"statistics": Statistics()}, [Slotted()])
-        self.alias = self.objects[0]["statistics"]
-
-    def forward(self, x: Tensor, tally: Statistics) -> Tensor:
-        statistics, slotted = self.objects[0]["statistics"], self.objects[1][0]
-        assert self.alias is statistics is statistics.seen[0]
-        slotted.calls += 1
-        if slotted.calls == 2:
-            slotted.first = statistics.late = self.layer.weight.sum().item()
-        tally.count += 1
-        statistics.count += 1
-        statistics.seen.append(statistics.count)
-        statistics.mean += x.detach().mean(0)
-        scale = statistics.count + slotted.calls + len(statistics.seen) + tally.count
-        return torch.sigmoid(self.layer(x) * statistics.mean.clone()) * scale
-
-
-def _count(*, again: bool) -> list[Any]:
-    torch.manual_seed(1)
-    network, tally = nn.Sequential(Counting()), Statistics()
-    with recomputed({"0": network[0]} if again else {}):
-        for _ in range(3):
-            loss = network[0](torch.randn(4, WIDTH), tally).sum()
-            loss.backward(retain_graph=True)
-            loss.backward()
-    statistics, slotted = network[0].objects[0]["statistics"], network[0].objects[1][0]
-    assert statistics is network[0].alias
-    grads = [part.grad.tolist() for part in network.parameters() if part.grad is not None]
-    kept = [statistics.count, statistics.seen[1:], statistics.mean.tolist(), statistics.late]
-    return [grads, kept, slotted.calls, slotted.first, tally.count]
-
-
-@pytest.mark.shows("P102")
-def test_what_objects_hold_is_counted_once_and_they_stay_the_same_objects() -> None:
-    found = _count(again=True)
-    assert found == _count(again=False)
-    assert found[1][0] == found[2] == found[4] == 3
-
-
 class LiveBytes(TorchDispatchMode):
     """The bytes that are still alive of all that was computed."""
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-import helios
-from helios.errors import ArgumentError, UsageError
+from helios.errors import UsageError
 from helios.sharding import requirements
 from helios.sharding.requirements import check_shardable
 
@@ -96,16 +95,3 @@ def test_parameters_that_cannot_be_sharded_are_refused() -> None:
     check_shardable({"net": hooked}, {}, {})
     hooked.weight.register_post_accumulate_grad_hook(lambda _: None)
     refuse(r"without hooks, but net\.weight has one", hooked)
-
-
-OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"sharding": "half"}, 'must be "none" or "full"'),
-    ({"sharding": "full", "precision": "fp16"}, "precision"),
-]
-
-
-@pytest.mark.shows("P88")
-@pytest.mark.parametrize(("options", "match"), OPTIONS)
-def test_options_that_do_not_go_with_it_are_refused(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(ArgumentError, match=match):
-        helios.Trainer(use_cpu=True, **options)

@@ -24,7 +24,6 @@ from tests.checkpoint.test_sharded_folders import damage
 from tests.support.kills import kill_self
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import (
-    Kill,
     Network,
     Sharded,
     fit,
@@ -83,26 +82,6 @@ def test_each_process_writes_its_rows_and_nobody_gathers(
     network = Network(has_norm=True)
     helios.load_weights(path, network)
     assert all(network.state_dict()[n].equal(part) for n, part in states[1]["net"].items())
-
-
-PAIRS = [(before, after) for before in (2, 3, 4) for after in (0, 1, 2, 3, 4)]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("options", [{}, SYNC], ids=["async", "sync"])
-@pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_a_run_resumes_in_any_number_of_processes_or_whole(
-    tmp_path: Path, before: int, after: int, options: dict[str, Any]
-) -> None:
-    setting = Sharded(4, total_steps=4, options=options)
-    train(tmp_path / "undisturbed", 1, replace(setting, sharding="none"))
-    with pytest.raises(RankError):
-        train(tmp_path / "killed", before, setting, Kill(iteration=3, rank=before - 1))
-    if after:
-        train(tmp_path / "killed", after, setting)
-    else:
-        train(tmp_path / "killed", 2, replace(setting, sharding="none"))
-    assert read_bits(tmp_path / "killed") == read_bits(tmp_path / "undisturbed")
 
 
 class KillInSave(Plugin):

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import helios
+from helios.core.sharded_tensors import local_of
 from helios.plugins import Plugin
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import WIDTH, WORDS, Words
@@ -67,6 +69,22 @@ class Writing(nn.Linear):
         return super().forward(x)
 
 
+class Noisy(torch.optim.SGD):
+    """Adds numbers that it draws to the weights."""
+
+    is_elementwise = True
+
+    def __init__(self, params: Any, draw: Callable[[Tensor], Any]) -> None:
+        super().__init__(params, lr=0.1)
+        self.draw = draw
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            local_of(parameter).add_(self.draw(local_of(parameter)))
+        return super().step(closure)
+
+
 class Steps(helios.Model):
     """A model whose steps are one of those below."""
 
@@ -81,6 +99,10 @@ class Steps(helios.Model):
         if self._kind in LAYERS:
             self.net.layers[1] = LAYERS[self._kind]()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        if self._kind in DRAWS:
+            self.optimizer = Noisy(self.net.parameters(), DRAWS[self._kind])
+        if self._kind == "drawn in a hook":
+            self.optimizer.register_step_pre_hook(lambda *_: torch.rand(1))
 
     def on_training_start(self) -> None:
         if self._kind == "hook":
@@ -149,6 +171,12 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "drawn": torch.randn_like,
+    "drawn by numpy": lambda like: float(np.random.normal()),
+}
+
+
 class Data(helios.DataModule):
     def setup(self) -> None:
         params = helios.DataLoaderParams(batch_size=2, shuffle=True)
@@ -202,8 +230,13 @@ def test_calls_of_networks_have_equal_bits(tmp_path: Path, kind: str) -> None:
         ("penalty", "penalty in the forward of the module"),
         ("backward", "must have one backward, .* gradients of a unit came twice"),
         ("loss", r"\['norm'\] must be .* computed of shards"),
+        ("drawn", r"Noisy\.step\(\) must not draw random numbers"),
+        ("drawn by numpy", r"Noisy\.step\(\) must not draw random numbers"),
+        ("drawn in a hook", r"SGD\.step\(\) must not draw random numbers"),
     ],
 )
 def test_what_shards_would_lose_is_refused(tmp_path: Path, kind: str, match: str) -> None:
     with pytest.raises(RankError, match=match):
         run_ranks(fit, 2, tmp_path, Steps(kind), "full")
+    if kind.startswith("drawn"):
+        assert not list(tmp_path.glob("steps/*.ckpt"))

@@ -49,7 +49,6 @@ def _bytes_of(array: Any) -> Tensor:
 
 @pytest.mark.shows("S61")
 @pytest.mark.parametrize("change", _CHANGES)
-@pytest.mark.parametrize("kind", [np.float32, np.float64])
 @pytest.mark.parametrize(
     "sum_of",
     [
@@ -61,9 +60,9 @@ def _bytes_of(array: Any) -> Tensor:
     ids=["array", "tensor", "on a device", "of odd bytes"],
 )
 def test_exchanged_elements_and_flipped_signs_change_every_checksum(
-    sum_of: Callable[[Any], int], kind: Any, change: Callable[[Any], None]
+    sum_of: Callable[[Any], int], change: Callable[[Any], None]
 ) -> None:
-    array = np.random.default_rng(0).standard_normal(_COUNT).astype(kind)
+    array = np.random.default_rng(0).standard_normal(_COUNT).astype(np.float32)
     before = sum_of(array)
     assert sum_of(array.copy()) == before
     change(array)

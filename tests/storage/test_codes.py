@@ -22,7 +22,7 @@ import torch
 
 from helios.errors import StateError
 from helios.storage.building import Builder
-from helios.storage.codes import TAG, Coder, Unsavable, path_to
+from helios.storage.codes import TAG, Coder, Unsavable
 
 
 class Colour(enum.Enum):
@@ -440,8 +440,3 @@ def test_a_tuple_that_is_met_often_is_written_once() -> None:
 def test_a_code_is_refused_before_anything_is_changed(code: Any, text: str) -> None:
     with pytest.raises(StateError, match=text):
         Builder(_TYPES).check({"a": [1], "x": {"y": code}})
-
-
-def test_paths_are_unique() -> None:
-    keys = ["a", "b c", "1", 1, 1.0 + 0.5, True, None, "a.b", "", "['a']"]
-    assert len({path_to("x", key) for key in keys}) == len(keys)

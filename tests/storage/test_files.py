@@ -1,4 +1,4 @@
-"""The file operations that a save is made of (H28)."""
+"""The file operations that a save is made of."""
 
 from __future__ import annotations
 
@@ -11,30 +11,6 @@ from typing import Any
 import pytest
 
 from helios.storage import files
-
-
-def test_a_text_is_replaced_as_a_whole_and_leaves_no_temporary_file(tmp_path: Path) -> None:
-    path = tmp_path / "note.json"
-    files.write_text_durably(path, "old")
-    files.write_text_durably(path, "new ä")
-    assert path.read_text("utf-8") == "new ä"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_failed_write_keeps_the_old_text_and_removes_the_partial_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "note.json"
-    files.write_text_durably(path, "old")
-
-    def fail(handle: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(files, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
-        files.write_text_durably(path, "new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_return(

@@ -1,4 +1,4 @@
-"""The display of progress: bars on a terminal, and lines of the log (H44)."""
+"""The display of progress: bars on a terminal, and lines of the log."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""The root logger and the default pair of loggers (H42, H43, H45)."""
+"""The root logger and the default pair of loggers."""
 
 from __future__ import annotations
 
 import logging as standard
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,12 +102,6 @@ def test_python_warnings_are_logged_on_request_only(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.shows("H43")
-def test_names_hold_the_run_and_the_time() -> None:
-    name = logging.get_default_log_name("my_run")
-    assert re.fullmatch(r"my_run_[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d", name)
-
-
-@pytest.mark.shows("H43")
 def test_runs_of_one_second_get_files_of_their_own(tmp_path: Path) -> None:
     """Three runs take less than a second, so at least two of them have the same time."""
     with default_loggers():
@@ -122,13 +114,3 @@ def test_runs_of_one_second_get_files_of_their_own(tmp_path: Path) -> None:
         assert [path.read_text().count("INFO") for path in logs] == [1, 1, 1]
         assert any(path.stem.endswith("_2") for path in logs)
         assert sorted(path.name for path in runs_root.iterdir()) == [path.stem for path in logs]
-
-
-def test_the_tools_import_no_slow_library_before_it_is_used() -> None:
-    program = (
-        "import sys, torch; before = set(sys.modules); import helios.terminal.progress\n"
-        "slow = {'tensorboard', 'torch.utils.tensorboard', 'matplotlib', 'tqdm'}\n"
-        "print(sorted(slow & (set(sys.modules) - before)))"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert result.stdout.strip() == b"[]"

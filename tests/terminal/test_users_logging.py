@@ -124,15 +124,6 @@ def test_a_handler_of_the_user_gets_each_line_once_and_the_screen_none(
         assert logging.getLogger("helios").handlers == before
 
 
-@pytest.mark.shows("P130")
-def test_a_null_handler_silences_the_screen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with as_it_was():
-        logging.getLogger("helios").addHandler(logging.NullHandler())
-        assert say(tmp_path, capsys) == ([], _ALL)
-
-
 class Line(helios.Model):
     """Fits a line."""
 
@@ -198,45 +189,6 @@ def test_a_run_under_basic_config_writes_each_line_once(
     (file,) = tmp_path.iterdir()
     require_once(file.read_text())
     assert lines_of(capsys.readouterr().err) == []
-
-
-@pytest.mark.shows("P130")
-def test_a_run_under_the_configuration_of_hydra_writes_each_line_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The dictionary is ``hydra/job_logging/default.yaml`` of Hydra 1.3."""
-    form = {"format": "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"}
-    console = {
-        "class": "logging.StreamHandler",
-        "formatter": "simple",
-        "stream": "ext://sys.stdout",
-    }
-    file = {"class": "logging.FileHandler", "formatter": "simple", "filename": tmp_path / "job.log"}
-    with as_it_was():
-        logging.config.dictConfig(
-            {
-                "version": 1,
-                "formatters": {"simple": form},
-                "handlers": {"console": console, "file": file},
-                "root": {"level": "INFO", "handlers": ["console", "file"]},
-                "disable_existing_loggers": False,
-            }
-        )
-        fit(tmp_path / "logs")
-        for handler in logging.getLogger().handlers:
-            handler.close()
-    captured = capsys.readouterr()
-    assert lines_of(captured.err) == []
-    require_once(captured.out)
-    require_once((tmp_path / "job.log").read_text())
-
-
-@pytest.mark.shows("P130")
-def test_without_a_configuration_the_screen_has_each_line_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(tmp_path)
-    require_once(capsys.readouterr().err)
 
 
 @pytest.mark.shows("P130")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 ELASTIC = "tests/distributed/test_elastic.py::test_any_number_of_processes_gives_the_same_bits"
-FLAT = "tests/replicas/test_flat_gradients.py"
 BUCKETS = "tests/distributed/test_buckets.py::test_buckets_change_no_bit"
 
 
@@ -56,7 +55,10 @@ def a_cut_window_is_divided_by_the_length_of_a_whole_one(divide, optimizer, coun
     divide(optimizer, max(count, 3))
 
 
-@fault("helios.replicas.flat_gradients:FlatGradients._missing_everywhere", FLAT)
+@fault(
+    "helios.replicas.flat_gradients:FlatGradients._missing_everywhere",
+    "tests/replicas/test_gradients.py::test_the_sum_follows_the_tree",
+)
 def a_gradient_that_no_replica_has_is_zero(missing_everywhere, gradients, total):
     return set()
 
