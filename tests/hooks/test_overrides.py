@@ -22,9 +22,6 @@ from tests.loops.parts import ListSource, Stepper, fit, make_parts
 def nothing(self: Any) -> None: ...
 
 
-def with_batch(self: Any, batch: Any) -> None: ...
-
-
 def start(*loops: Loop, engine: Engine | None = None, plugins: tuple[Plugin, ...] = ()) -> RunParts:
     """Train one step; loops take the places for which their classes were made."""
     sources: Any = {Phase.TRAINING: [ListSource([[1.0]])]}

@@ -17,7 +17,7 @@ from helios.data.source import NO_BATCH, Shard, Source
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.hooks.bus import Bus
-from helios.loops.evaluation import EvaluationLoop, PredictionLoop, TestingLoop, ValidationLoop
+from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
 from helios.loops.loop import LoopStates
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
@@ -302,14 +302,6 @@ def test_what_is_no_score_is_refused() -> None:
     rows = [[torch.tensor([1.0]), torch.tensor([2.0])]]
     with pytest.raises(UsageError, match=r"must return None or a dict \{name: \(sum, weight\)\}"):
         evaluate(ValidationLoop(), Odd(), Replicas(2), [ListSource(rows)])
-
-
-def test_predictions_are_made_whole() -> None:
-    """By every process alike: they come in the order of the data, in batches that are no lists."""
-    rows = [[torch.tensor([1.0, 2.0])], [torch.tensor([3.0])]]
-    found = evaluate(PredictionLoop(), Scorer(), Replicas(), [ListSource(rows)])
-    assert [part.tolist() for part in found] == [[10.0, 20.0], [30.0]]
-    assert PredictionLoop.phase is Phase.PREDICTION
 
 
 def test_one_replica_draws_by_step_alone() -> None:

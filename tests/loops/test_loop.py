@@ -259,28 +259,6 @@ def test_a_role_takes_loops_only(other: Any) -> None:
     assert top.side_loop is side
 
 
-@pytest.mark.shows("L35")
-def test_states_are_collected_by_the_path_of_roles() -> None:
-    """Nested plain dicts, e.g. `fit.epoch.batch.optimizer`."""
-    top = Top(Middle(Leaf({"a": 1}), {"b": 2}), Leaf())
-    assert top._collect_states("fit") == {"fit.middle": {"b": 2}, "fit.middle.inner": {"a": 1}}
-    assert Leaf()._collect_states("fit") == {}
-
-
-@pytest.mark.shows("L35")
-def test_states_are_given_back_by_the_path_of_roles_and_the_rest_is_left() -> None:
-    """L36: what is left over is for the caller to name."""
-    top = Top(Middle(Leaf(), {"b": 0}), Leaf({"kept": True}))
-    states = {"fit.middle": {"b": 2}, "fit.middle.inner": {"a": 1}, "fit.gone": {"c": 3}}
-    top._spread_states("fit", states)
-    assert top._collect_states("fit") == {
-        "fit.middle": {"b": 2},
-        "fit.middle.inner": {"a": 1},
-        "fit.side": {"kept": True},
-    }
-    assert states == {"fit.gone": {"c": 3}}
-
-
 class Watcher(Plugin):
     """Notes weight, gradient and learning rate at every event of a step."""
 
