@@ -14,6 +14,7 @@ from helios.hooks.context import CHANGES, Context
 from helios.plugins.plugin import Plugin
 from helios.state import Phase
 from tests.loops.parts import ListSource, Stepper, fit, make_parts
+from tests.support.quiet import Quiet
 
 NAMES = sorted(
     name
@@ -22,14 +23,12 @@ NAMES = sorted(
 )
 
 
-class Doing(Plugin):
+class Doing(Quiet):
     """Does something in an event."""
 
     def __init__(self, event: str, act: Callable[..., Any]) -> None:
         super().__init__("doing")
         setattr(self, event, lambda *args: act(self.context, *args))
-
-    def setup(self) -> None: ...
 
 
 class Assigning(Doing):

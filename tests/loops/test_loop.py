@@ -17,7 +17,6 @@ from helios.errors import ArgumentError, UsageError
 from helios.loops.epoch import BatchLoop
 from helios.loops.loop import Loop
 from helios.loops.optimizer import OptimizerLoop
-from helios.plugins.plugin import Plugin
 from helios.state import Phase, TrainingState, TrainingUnit
 from tests.loops.parts import (
     EPOCH,
@@ -27,6 +26,7 @@ from tests.loops.parts import (
     make_parts,
     train_on,
 )
+from tests.support.quiet import Quiet
 
 
 class Counted(Loop):
@@ -220,14 +220,6 @@ def test_a_session_is_seen_only_while_the_trainer_runs_the_loop() -> None:
         _ = leaf.session
 
 
-@pytest.mark.shows("L10")
-def test_a_child_is_replaced_by_an_instance_and_the_name_of_its_role() -> None:
-    """L10."""
-    top, other = Top(Middle(Leaf()), Leaf()), Leaf()
-    top.connect(side_loop=other)
-    assert top.side_loop is other
-
-
 @pytest.mark.shows("L11", "L12")
 def test_a_new_child_keeps_the_children_of_the_old_one() -> None:
     """L11, L12: a replaced loop must not lose what lies below it."""
@@ -259,15 +251,13 @@ def test_a_role_takes_loops_only(other: Any) -> None:
     assert top.side_loop is side
 
 
-class Watcher(Plugin):
+class Watcher(Quiet):
     """Notes weight, gradient and learning rate at every event of a step."""
 
     def __init__(self, model: Stepper) -> None:
         super().__init__("watcher")
         self.model = model
         self.seen: list[tuple[Any, ...]] = []
-
-    def setup(self) -> None: ...
 
     def note(self, event: str, *args: Any) -> None:
         rate = self.model.optimizer.param_groups[0]["lr"]
@@ -335,16 +325,6 @@ def test_a_loss_may_stand_in_a_dict_or_have_one_element(answer: Any) -> None:
     parts = make_parts(model)
     train_on(attached(OptimizerLoop(), parts), parts, 2.0)
     assert model.weight == -2.0
-
-
-@pytest.mark.shows("L25")
-def test_the_loss_is_put_into_an_empty_table_and_detached() -> None:
-    """Losses go to TensorBoard without user code; L25."""
-    model = Stepper(lambda weight, batch: (weight + batch).sum())
-    parts = make_parts(model)
-    train_on(attached(OptimizerLoop(), parts), parts, 2.0)
-    assert model.loss_items["loss"].item() == 2.0
-    assert not model.loss_items["loss"].requires_grad
 
 
 @pytest.mark.shows("L26", "C12")

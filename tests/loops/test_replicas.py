@@ -482,27 +482,6 @@ def test_a_checkpoint_that_one_process_asks_for_is_taken_by_all() -> None:
     assert run_ranks(_save, 2) == [[2, 4]] * 2
 
 
-class Skipping(Quiet):
-    """Leaves out the first update."""
-
-    def on_optimizer_step_start(self, optimizer: Any) -> None:
-        if self.context.state.global_iteration == 1:
-            self.context.skip_step("a spike")
-
-
-def _skip(rank: int) -> tuple[float, int]:
-    with replicas_on(rank, 2, 2) as here:
-        model, plugins = Sums(), [Skipping()] if rank == 1 else []
-        parts = run_sums(model, *plugins, replicas=here, rows=[[1.0, 2.0], [4.0, 8.0]])
-        return model.net.weight.item(), parts.run.state.global_step
-
-
-@pytest.mark.shows("R26")
-def test_an_update_that_one_process_leaves_out_is_left_out_by_all() -> None:
-    """The run counts steps, so a third batch makes up for it: the data begins anew."""
-    assert run_ranks(_skip, 2) == [(-7.5, 2)] * 2
-
-
 class Uneven(ListSource):
     """Data whose end only its own process knows."""
 

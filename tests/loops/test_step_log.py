@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 import helios
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 
 LENGTH = 11
@@ -51,7 +51,7 @@ class Net(helios.Model):
         self.log("square", batch.square().sum() / 4, weight=3)
 
 
-class Points(Plugin):
+class Points(Quiet):
     """Keeps what was logged of each iteration."""
 
     unsaved = ("points",)
@@ -59,9 +59,6 @@ class Points(Plugin):
     def __init__(self) -> None:
         super().__init__("points")
         self.points: list[dict[str, float]] = []
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_log(self, scalars: dict[str, float], state: TrainingState) -> None:
         self.points.append(dict(scalars))

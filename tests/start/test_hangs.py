@@ -26,7 +26,7 @@ def read_stacks(folder: Path, rank: int = 0) -> str:
 
 
 @pytest.mark.shows("P142")
-@pytest.mark.parametrize("act", ["wait_in_user_code", "hang_with_lock_of_log"])
+@pytest.mark.parametrize("act", ["hang_with_lock_of_log"])
 def test_a_run_that_makes_no_progress_ends_with_its_stacks_in_a_file(
     act: str, tmp_path: Path
 ) -> None:

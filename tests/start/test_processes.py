@@ -14,7 +14,6 @@ from helios.engines.engine import Engine
 from helios.errors import ArgumentError, RunMismatchError, UsageError
 from helios.launch.launcher import Launch, LaunchKind
 from helios.start.options import Options
-from helios.start.origin import find_stored
 from helios.start.processes import (
     Stored,
     choose_processes,
@@ -170,20 +169,3 @@ def test_a_run_refuses_another_number_of_replicas_before_anything_starts(
 
 def _setting(**options: Any) -> Setting:
     return Setting(**{**vars(_SHARED), "options": options})
-
-
-@pytest.mark.shows("S33")
-def test_what_a_run_was_begun_with_is_read_from_its_newest_file(tmp_path: Path) -> None:
-    options = make(chkpt_root=tmp_path)
-    assert find_stored(options, "small", [], is_fit=True) is None
-    train(tmp_path, _setting(num_replicas=3))
-    newest = tmp_path / "small" / "small_epoch_1_iter_2.pth"
-    assert find_stored(options, "small", [], is_fit=True) == Stored(3, newest)
-    newest.with_suffix(".json").write_text("{}")
-    older = newest.with_name("small_epoch_1_iter_1.pth")
-    assert find_stored(options, "small", [], is_fit=True) == Stored(3, older)
-    newest.with_suffix(".json").unlink()
-    assert find_stored(options, "small", [], is_fit=True) == Stored(3, newest)
-    anew = make(chkpt_root=tmp_path, resume="never")
-    assert find_stored(anew, "small", [], is_fit=True) is None
-    assert find_stored(anew, "small", [], is_fit=False) == Stored(3, newest)

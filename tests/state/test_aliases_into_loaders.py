@@ -138,18 +138,6 @@ class Both(Optimizer):
         self.other.step()
 
 
-class BothLoading(Both):
-    """Saves and loads both by itself, as is right in plain PyTorch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"one": self.one.state_dict(), "other": self.other.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.one.load_state_dict(state_dict["one"])
-        self.other.load_state_dict(state_dict["other"])
-        self.param_groups = [*self.one.param_groups, *self.other.param_groups]
-
-
 class Loose:
     """The same without a base class; its groups are those of the inner ones."""
 
@@ -282,7 +270,6 @@ _CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "moments of setup": (_moments_of_setup, _shrink_sums),
     "moments of training": (_moments_of_training, _take_moments),
     "a wrapper of two": (_wrapper(Both), _halve_wrapped),
-    "a wrapper of two that loads": (_wrapper(BothLoading), _halve_wrapped),
     "a wrapper without a base": (_wrapper(Loose), _halve_wrapped),
     "an average, held first": (_average(is_first=True), _use_average),
     "an average, held last": (_average(is_first=False), _use_average),

@@ -105,23 +105,6 @@ def test_a_state_with_the_tensors_of_an_object_leaves_out_its_numbers() -> None:
     assert (second.average.count, second.optimizer.param_groups[0]["lr"]) == (1, 0.05)
 
 
-@pytest.mark.shows("S42")
-def test_networks_of_the_model_are_named_and_not_saved_again() -> None:
-    nets = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    part = Part(net=nets[0], own=nn.Linear(1, 1))
-    outside = {"nets.0": nets[0], "nets.1": nets[1]}
-    owners = Owners([Owner("plugin 'a'", part)], lambda: outside)
-    owners.take_baseline()
-    assert list(owners.capture({})[0]["plugin 'a'"]["objects"]) == ["own"]
-    vars(part)["net"] = nets[1]
-    states, _ = owners.capture({})
-    again = Part(net=nets[0], own=nn.Linear(1, 1))
-    other = Owners([Owner("plugin 'a'", again)], lambda: outside)
-    other.take_baseline()
-    other.restore(copy.deepcopy(states))
-    assert vars(again)["net"] is nets[1]
-
-
 def _with_late_parts() -> tuple[Part, Owners]:
     """Return a part to which a start event has given a network, an optimizer and a parameter."""
     part = Part(count=0)
