@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from helios.errors import ArgumentError
-from helios.hooks.bus import Bus, check_owners, overridden
+from helios.hooks.bus import Bus, overridden
 from helios.hooks.events import EVENTS, Receiver, Verb, silent
 from helios.state import TrainingState
 from tests.support.quiet import Quiet, QuietModel
@@ -138,19 +137,6 @@ def test_a_batch_is_mapped_by_its_owner() -> None:
     state = TrainingState(global_iteration=1)
     assert bus.transform("process_training_batch", 3, state) == 7
     assert bus.transform("process_validation_batch", 3, 0) == 3
-
-
-def test_a_second_owner_of_a_batch_is_an_error_that_names_both() -> None:
-    plugins = [Doubler("one"), Quiet("quiet"), Doubler("two")]
-    expected = (
-        r"process_training_batch must have one owner, but plugin 'one' \(Doubler\) and plugin "
-        r"'two' \(Doubler\) override it"
-    )
-    with pytest.raises(ArgumentError, match=expected):
-        check_owners(plugins)
-    with pytest.raises(ArgumentError, match=expected):
-        Bus(plugins=plugins)
-    check_owners(plugins[:2])
 
 
 def test_on_the_way_out_everybody_is_told_and_errors_are_logged(

@@ -53,22 +53,6 @@ def test_a_hook_can_assign_nothing_to_the_context(name: str) -> None:
     assert isinstance(caught.value, AttributeError)
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("batch", "To map the batch, return it from process_*_batch, in one plugin."),
-        ("loss", "To change the loss or the outputs, return others from train_step"),
-        ("optimizer", "To change weights, buffers, optimizers and schedulers, change the objects"),
-        ("max_step", "To stop, interrupt or save, call request_stop(reason), interrupt(reason)"),
-        ("foo", "Keep values of your own in self.foo."),
-    ],
-)
-def test_what_a_hook_assigns_to_the_context_has_its_remedy(name: str, remedy: str) -> None:
-    with pytest.raises(ReadOnlyError) as caught:
-        train(Assigning(name))
-    assert remedy in str(caught.value)
-
-
 def _double_gradients(context: Context) -> None:
     context.model.net.weight.grad *= 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,25 +114,6 @@ def test_each_part_gets_back_the_mode_that_it_had() -> None:
         model.eval()
         model.train()
         assert modes(model) == before
-
-
-@pytest.mark.parametrize(
-    ("method", "parameters"),
-    [
-        ("setup", ["fast_init"]),
-        ("load_state_dict", ["state_dict", "fast_init"]),
-        ("on_training_batch_end", ["state", "should_log"]),
-        ("train_step", ["batch", "state"]),
-        ("valid_step", ["batch", "step"]),
-        ("test_step", ["batch", "step"]),
-        ("append_metadata_to_chkpt_name", ["chkpt_name"]),
-        ("append_to_banner", ["banner"]),
-        ("on_training_epoch_start", ["current_epoch"]),
-        ("on_validation_start", ["validation_cycle"]),
-    ],
-)
-def test_methods_keep_the_names_of_their_parameters(method: str, parameters: list[str]) -> None:
-    assert list(inspect.signature(getattr(Model, method)).parameters)[1:] == parameters
 
 
 def test_a_prediction_must_be_defined_and_the_error_names_the_class() -> None:

@@ -216,25 +216,6 @@ def test_moments_by_name_do_not_count_as_plain_values(said: list[str]) -> None:
     assert not said
 
 
-def test_a_hook_says_what_the_state_of_an_optimizer_holds(tmp_path: Path) -> None:
-    def make() -> Any:
-        owner = _make(torch.optim.SGD)
-
-        def drop(optimizer: Optimizer, state: dict[str, Any]) -> None:
-            state["state"] = {}
-
-        owner.optimizer.register_state_dict_post_hook(drop)
-        return owner
-
-    owner, again = make(), make()
-    discovery = started(owner)
-    _train(owner, 1)
-    started(again).restore(through_a_file(discovery.capture(), tmp_path / "state"))
-    for each in (owner, again):
-        _train(each, 2)
-    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
-
-
 def test_optimizers_that_share_their_groups_share_them_after_a_resume() -> None:
     owner = _make(Sam)
     discovery = started(owner)
@@ -259,52 +240,6 @@ def test_values_that_a_state_dict_holds_are_not_saved_twice() -> None:
     discovery = started(owner)
     _train(owner, 1)
     assert discovery.capture()["values"] == {}
-
-
-class Keeper:
-    """An object that says nothing of what it holds."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take nothing."""
-
-
-def test_a_group_of_an_inner_optimizer_is_held_by_what_is_found_before_it() -> None:
-    def make() -> Any:
-        made = _make(Lookahead)
-        keeper = Keeper(made.optimizer.inner.param_groups[0])
-        return Owner(net=made.net, keeper=keeper, optimizer=made.optimizer)
-
-    owner = make()
-    discovery = started(owner)
-    _train(owner, 1)
-    owner.keeper.held["lr"] = 0.25
-    again = resumed(make, copy.deepcopy(discovery.capture()))
-    assert again.keeper.held is again.optimizer.inner.param_groups[0]
-    assert again.keeper.held["lr"] == 0.25
-
-
-def test_what_an_inner_object_changes_in_place_is_saved(tmp_path: Path) -> None:
-    def make() -> Any:
-        net = nn.Linear(2, 2)
-        return Owner(net=net, keeper=Keeper(torch.optim.Adagrad(net.parameters(), lr=0.5)))
-
-    def train(owner: Any) -> None:
-        owner.net(torch.ones(1, 2)).sum().backward()
-        owner.keeper.held.step()
-
-    owner, again = make(), make()
-    discovery = started(owner)
-    train(owner)
-    started(again).restore(through_a_file(discovery.capture(), tmp_path / "state"))
-    for each in (owner, again):
-        train(each)
-    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
 
 
 class Window:
