@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from helios.checkpoint.export import Weights, select_weights, write_folder
-from helios.checkpoint.loading import METADATA_NAME, RECORD_NAME
 from helios.checkpoint.status import look_into
 from helios.checkpoint.store import RunFolder
 from helios.cli import main

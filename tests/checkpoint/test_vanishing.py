@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint import file_names, loading
+from helios.checkpoint import loading
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.storage import codec
 from tests.checkpoint.helpers import is_same, make_payload, save

@@ -30,15 +30,3 @@ def test_wrappers_leave_no_part_in_a_name(wrap: type) -> None:
     assert found == {name for name, _ in plain.named_modules()}
     assert unwrap(network["net"]) is inner
     assert names.of("unknown.name") == "unknown.name"
-
-
-def test_a_shared_module_has_both_of_its_names() -> None:
-    shared = compiled(nn.Linear(1, 1))
-    network = nn.ModuleDict({"a": shared, "b": shared})
-    names = BareNames(network)
-    assert [names.of(name) for name in network.state_dict()] == [
-        "a.weight",
-        "a.bias",
-        "b.weight",
-        "b.bias",
-    ]

@@ -160,10 +160,6 @@ def hear_by_generator(self: Any, state: Any) -> Any:
     yield
 
 
-async def hear_by_async_generator(self: Any, state: Any) -> Any:
-    yield
-
-
 @pytest.mark.parametrize(
     ("method", "words"),
     [

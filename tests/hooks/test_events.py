@@ -8,7 +8,7 @@ import pytest
 
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
-from helios.hooks.events import CHANNELS, EVENTS, Receiver, Verb
+from helios.hooks.events import EVENTS, Receiver
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 
@@ -25,20 +25,6 @@ def methods_of(kind: type) -> list[str]:
     return [name for name in EVENTS if hasattr(kind, name)]
 
 
-@pytest.mark.shows("K1", "C8")
-def test_plugins_come_first_monitors_right_after_the_model_and_the_engine_last() -> None:
-    """C8, C14."""
-    for event in EVENTS.values():
-        order = event.receivers
-        if P in order and M in order:
-            assert order.index(P) < order.index(M)
-        if E in order:
-            assert order[-1] is E
-        if MONITOR in order:
-            assert order.index(MONITOR) == order.index(M) + 1
-        assert len(set(order)) == len(order)
-
-
 @pytest.mark.shows("C11")
 @pytest.mark.parametrize("start", [name for name in EVENTS if name.endswith("_start")])
 def test_scopes_are_pairs_that_the_same_receivers_hear_in_the_same_order(start: str) -> None:
@@ -48,22 +34,6 @@ def test_scopes_are_pairs_that_the_same_receivers_hear_in_the_same_order(start: 
     names = list(EVENTS)
     assert names.index(start) < names.index(end.name)
     assert EVENTS[start].scope == end.scope
-
-
-@pytest.mark.shows("R1")
-def test_every_channel_is_a_scope_with_a_beginning_and_an_end_in_each_phase() -> None:
-    """R1: seven nested channels; on_loop and on_batch are those of every phase."""
-    found = [event for event in EVENTS.values() if event.scope]
-    assert {event.scope for event in found} == set(CHANNELS)
-    assert len(set(CHANNELS)) == 7
-    for event in found:
-        assert event.name.endswith(("_start", "_end"))
-        assert event.verb is Verb.EMIT
-    starts = [event.scope for event in found if event.name.endswith("_start")]
-    assert starts.count("on_loop") == 3
-    assert starts.count("on_batch") == 4
-    others = set(CHANNELS) - {"on_loop", "on_batch"}
-    assert [starts.count(channel) for channel in others] == [1] * 5
 
 
 @pytest.mark.shows("K5", "K36")

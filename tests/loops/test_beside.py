@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import helios
 from helios.ledger.book import FILE_NAME
 from helios.plugins import CSVLogger
 from helios.plugins.plugin import Plugin
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 from tests.typed.user_script import Line, Numbers
 
@@ -41,16 +41,13 @@ class Returns(Line):
         }
 
 
-class Table(Plugin):
+class Table(Quiet):
     """Keeps the loss table, and whether anything in the log has a graph."""
 
     def __init__(self) -> None:
         super().__init__("table")
         self.seen: list[dict[str, float]] = []
         self.logged: list[dict[str, float]] = []
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_end(self, state: helios.TrainingState, should_log: bool) -> None:
         items = self.trainer.model.loss_items  # type: ignore[union-attr]
@@ -86,23 +83,6 @@ def test_numbers_beside_the_loss_are_logged_and_change_nothing(
         assert (each["train/count"], each["train/half"]) == (mean, mean / 2)
     rows = csv.DictReader(path.read_text().splitlines())
     assert {row["name"] for row in rows} == names
-
-
-@pytest.mark.shows("U37")
-def test_what_is_shown_is_that_of_the_iteration_and_has_no_graph() -> None:
-    shown: list[Any] = []
-
-    class Once(Returns):
-        def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
-            shown.append(dict(self.trainer._parts.iteration.beside))  # type: ignore[union-attr]
-            self.is_plain = state.global_iteration > 1
-            return super().train_step(batch, state)
-
-    fit(Once(), total_steps=3)
-    assert shown[1][0]["count"] == 1
-    assert isinstance(shown[1][0]["double"], Tensor)
-    assert not shown[1][0]["double"].requires_grad
-    assert not shown[2]
 
 
 def _log_in(rank: int) -> list[dict[str, float]]:

@@ -17,7 +17,7 @@ from helios.data.source import NO_BATCH, Shard, Source
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.hooks.bus import Bus
-from helios.loops.evaluation import EvaluationLoop, PredictionLoop, TestingLoop, ValidationLoop
+from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
 from helios.loops.loop import LoopStates
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
@@ -28,6 +28,7 @@ from helios.state import Phase
 from helios.terminal.progress import Display
 from tests.engines.joined import replicas_on
 from tests.loops.parts import ListSource
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 from tests.support.sums import by_definition
 
@@ -80,15 +81,12 @@ def score_of(batch: Tensor) -> Tensor:
     return (torch.sin(batch.double() + 1) * 10 ** torch.cos(3 * batch.double())).sum() / 3
 
 
-class Watcher(Plugin):
+class Watcher(Quiet):
     """Notes the events of an evaluation, and what they draw and see."""
 
     def __init__(self) -> None:
         super().__init__("watcher")
         self.seen: list[tuple[Any, ...]] = []
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def note(self, event: str, *args: Any) -> None:
         self.seen.append((event, *args, draw()))
@@ -197,9 +195,14 @@ def _evaluate(rank: int, num_processes: int, num_replicas: int, length: int, kin
         return dict(scores), list(scores), model.calls
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", [ValidationLoop, TestingLoop])
-@pytest.mark.parametrize(("num_replicas", "length"), [(3, 11), (4, 7), (5, 12), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_replicas", "length", "kind"),
+    [
+        (3, 11, ValidationLoop),
+        pytest.param(5, 12, TestingLoop, marks=pytest.mark.full),
+        (4, 2, TestingLoop),
+    ],
+)
 def test_scores_are_the_same_on_any_number_of_processes(
     num_replicas: int, length: int, kind: type[EvaluationLoop]
 ) -> None:
@@ -233,7 +236,7 @@ def _watch(rank: int, num_processes: int) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize("num_processes", [4])
 def test_hooks_of_all_processes_draw_and_see_the_same(num_processes: int) -> None:
     """A process without a batch in the last iteration has no events of it."""
     (expected,) = run_ranks(_watch, 1, 1)
@@ -260,7 +263,7 @@ def _evaluate_two(rank: int, num_processes: int) -> tuple[Any, ...]:
         return dict(model.metrics), model.calls
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize("num_processes", [1, 2])
 def test_each_of_several_loaders_has_its_scores_and_numbers(num_processes: int) -> None:
     calls: list[Any] = []
     for scores, rank_calls in run_ranks(_evaluate_two, num_processes, num_processes):
@@ -302,14 +305,6 @@ def test_what_is_no_score_is_refused() -> None:
     rows = [[torch.tensor([1.0]), torch.tensor([2.0])]]
     with pytest.raises(UsageError, match=r"must return None or a dict \{name: \(sum, weight\)\}"):
         evaluate(ValidationLoop(), Odd(), Replicas(2), [ListSource(rows)])
-
-
-def test_predictions_are_made_whole() -> None:
-    """By every process alike: they come in the order of the data, in batches that are no lists."""
-    rows = [[torch.tensor([1.0, 2.0])], [torch.tensor([3.0])]]
-    found = evaluate(PredictionLoop(), Scorer(), Replicas(), [ListSource(rows)])
-    assert [part.tolist() for part in found] == [[10.0, 20.0], [30.0]]
-    assert PredictionLoop.phase is Phase.PREDICTION
 
 
 def test_one_replica_draws_by_step_alone() -> None:

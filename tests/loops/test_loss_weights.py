@@ -15,6 +15,7 @@ from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.model import BatchProcessor
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 
 _LENGTH = 24
 
@@ -58,15 +59,12 @@ class _Model(helios.Model):
         self.committed.append(committed)
 
 
-class _Logged(Plugin):
+class _Logged(Quiet):
     """Keeps what is logged, by iteration."""
 
     def __init__(self) -> None:
         super().__init__("logged")
         self.found: dict[int, float] = {}
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_log(self, scalars: Any, state: TrainingState) -> None:
         self.found[state.global_iteration] = scalars.get("train/loss")
@@ -189,7 +187,6 @@ _BAD = {
         ArgumentError,
         "at least 0, got -1",
     ),
-    "nan": (lambda total, _: helios.WeightedLoss(total, math.nan), ArgumentError, "finite number"),
     "infinite": (
         lambda t, _: helios.WeightedLoss(t, torch.tensor(math.inf)),
         ArgumentError,
@@ -197,11 +194,6 @@ _BAD = {
     ),
     "a sum of several": (
         lambda t, _: helios.WeightedLoss(t.expand(3), 1),
-        ArgumentTypeError,
-        "one element",
-    ),
-    "a number": (
-        lambda total, _: helios.WeightedLoss(total.item(), 1),
         ArgumentTypeError,
         "one element",
     ),
@@ -227,8 +219,7 @@ def test_a_loss_with_a_weight_is_not_lost_under_another_name() -> None:
         _fit(model)
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize(("num_replicas", "first"), [(1, 0), (1, 1), (2, 2)])
 def test_losses_with_and_without_weights_do_not_mix(num_replicas: int, first: int) -> None:
     calls = []
 

@@ -37,8 +37,9 @@ def fit(model: helios.Model, capsys: pytest.CaptureFixture[str], **options: Any)
 
 
 @pytest.mark.shows("U36")
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("options", [{}, {"num_replicas": 2}])
+@pytest.mark.parametrize(
+    ("value", "options"), [(math.nan, {"num_replicas": 2}), (math.inf, {}), (-math.inf, {})]
+)
 def test_the_first_one_is_said_once_and_in_the_summary(
     value: float, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from helios.replicas.replicas import Replicas
 from helios.state import Phase
 from tests.engines.joined import replicas_on
 from tests.loops.parts import ListSource, Stepper, fit, make_fit_loop, make_parts
+from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
 
 Losses = Callable[[Any, Any], Iterator[Any]]
@@ -54,14 +55,12 @@ def run(
     return model
 
 
-class Steps(Plugin):
+class Steps(Quiet):
     """Counts the steps of optimizers, and what the events see."""
 
     def __init__(self) -> None:
         super().__init__("steps")
         self.seen: list[Any] = []
-
-    def setup(self) -> None: ...
 
     def on_optimizer_step_start(self, optimizer: Any) -> None:
         self.seen.append([p.grad.item() for g in optimizer.param_groups for p in g["params"]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +18,6 @@ from helios.core import rng
 from helios.errors import UsageError
 from helios.findings import FindingKind
 from helios.loops import YieldLoop
-from helios.loops.epoch import EvenBatches
 from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
@@ -30,7 +28,6 @@ from tests.engines.joined import replicas_on
 from tests.loops.parts import (
     EPOCH,
     ITERATION,
-    ListBatches,
     ListSource,
     Stepper,
     fit,
@@ -41,162 +38,11 @@ from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 from tests.support.sums import bits, by_definition
 
-NUM_BATCHES = 5
-
 
 def named(owner: Any, kind: FindingKind) -> list[str]:
     """Return the names of the findings of a run or a record."""
     names: list[str] = owner.findings.names(kind)
     return names
-
-
-def draw() -> tuple[float, float, float]:
-    """Draw from all three generators."""
-    numpy = rng.get_default_numpy_rng().generator.normal()
-    return torch.rand(()).item(), random.random(), float(numpy)
-
-
-def make_batch(iteration: int, replica: int) -> Tensor:
-    """Return a batch that knows whose it is."""
-    generator = torch.Generator().manual_seed(1000 * iteration + replica)
-    size = 10 ** (2 * torch.rand((), generator=generator) - 1)
-    return torch.randn(4, 3, generator=generator) * size
-
-
-def shared_data(block: range, num_replicas: int, num_batches: int = NUM_BATCHES) -> ListSource:
-    """Return the part of the data that the replicas of a process train on."""
-    items = [[make_batch(i, replica) for replica in block] for i in range(num_batches)]
-    return ListSource(items, num_samples=4 * num_replicas)
-
-
-class Watcher(Quiet):
-    """Notes the events of a training, and what can be seen and drawn in them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Any, ...]] = []
-        self.turns: dict[tuple[int, int], list[Any]] = {}
-
-    def _note(self, event: str, *more: Any) -> None:
-        self.seen.append((event, draw(), *more))
-
-    def _note_turn(self, event: str, *more: Any) -> None:
-        place = (self.context.state.global_iteration, self.context.replica)
-        self.turns.setdefault(place, []).append((event, *more))
-
-    def on_training_step_start(self, state: TrainingState) -> None:
-        self._note("step start", state.global_iteration)
-
-    def on_training_batch_start(self, state: TrainingState) -> None:
-        self._note("batch start", state.global_iteration)
-
-    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
-        assert self.context.batch is batch, "that of the replica, as it came"
-        self._note_turn("process", draw(), bits(batch))
-        return batch * 2
-
-    def on_forward_start(self, context: Any) -> None:
-        self._note_turn("forward", bits(context.batch))
-
-    def on_backward_start(self, loss: Tensor) -> None:
-        self._note_turn("backward", bits(loss.detach()))
-
-    def on_backward_end(self) -> None:
-        self._note_turn("backward done", draw())
-
-    def on_optimizer_step_start(self, optimizer: Any) -> None:
-        gradients = [bits(p.grad) for group in optimizer.param_groups for p in group["params"]]
-        buffers = {name: bits(b) for name, b in self.context.model.net.named_buffers()}
-        self._note("update", gradients, buffers)
-
-    def on_optimizer_step_end(self, optimizer: Any, committed: bool) -> None:
-        self._note("update done", committed)
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        losses = self.context.model.loss_items
-        self._note("batch end", {name: bits(loss) for name, loss in losses.items()})
-
-    def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
-        self._note("step end", committed)
-
-    def on_training_epoch_end(self, current_epoch: int) -> None:
-        self._note("epoch end", current_epoch)
-
-
-class Learner(Model):
-    """Dropout, BatchNorm, noise of all three generators, and losses that some replicas lack."""
-
-    def __init__(self) -> None:
-        super().__init__("learner")
-        self.setup()
-
-    unsaved = ("seen",)
-
-    def setup(self, fast_init: bool = False) -> None:
-        with rng.stream(1):
-            self.net = nn.Sequential(
-                nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
-            )
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.05)
-        self.seen: dict[tuple[int, int], Any] = {}
-
-    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
-        assert dict(self.loss_items) == {}, "each replica begins with an empty table"
-        first, second, third = draw()
-        loss = self.net(batch + first * second).square().mean() * (1 + third**2)
-        self._loss_items["loss"] = loss.detach()
-        if loss.detach() > 1.0:
-            self._loss_items["large"] = float(loss.detach())
-        return loss
-
-
-def train(rank: int, num_processes: int, num_replicas: int, unit: Any, accumulation: int) -> Any:
-    """Train on this rank's replicas; returns what was seen, and the bits of the end."""
-    rng.seed_rngs(rank)
-    with replicas_on(rank, num_processes, num_replicas) as here:
-        model, watcher = Learner(), Watcher()
-        parts = make_parts(
-            model,
-            watcher,
-            unit=unit,
-            accumulation=accumulation,
-            replicas=here,
-            sources={Phase.TRAINING: [shared_data(here.local_replicas, num_replicas)]},
-            total_steps=2 if unit is EPOCH else 9 // accumulation,
-        )
-        assert fit(parts) == "total_steps reached"
-        end = {name: bits(part) for name, part in model.net.state_dict().items()}
-        counters = {**parts.run.state.dict(), "average_iter_time": 0.0}
-        return (
-            watcher.seen,
-            watcher.turns,
-            end,
-            counters,
-            parts.run.cursor.dict(),
-            named(parts, FindingKind.OBSTACLE),
-        )
-
-
-_CASES = [(2, ITERATION, 1), (3, ITERATION, 2), (4, EPOCH, 1), (5, EPOCH, 2)]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("num_replicas", "unit", "accumulation"), _CASES)
-def test_any_number_of_processes_trains_to_the_same_bits(
-    num_replicas: int, unit: Any, accumulation: int
-) -> None:
-    (expected,) = run_ranks(train, 1, 1, num_replicas, unit, accumulation)
-    seen, turns, *end = expected
-    assert any("large" in event[2] for event in seen if event[0] == "batch end")
-    assert end[-1] == [], "nothing binds this run to its number of processes"
-    for num_processes in range(2, num_replicas + 1):
-        found = run_ranks(train, num_processes, num_processes, num_replicas, unit, accumulation)
-        gathered: dict[Any, Any] = {}
-        for rank_seen, rank_turns, *rank_end in found:
-            assert rank_seen == seen
-            assert rank_end == end
-            gathered |= rank_turns
-        assert gathered == turns
 
 
 class Sums(Model):
@@ -563,29 +409,26 @@ def _ask(rank: int, num_processes: int, who: int, what: str) -> tuple[Any, ...]:
         asking = Asking(what if rank == who else "nothing", 2 if rank == who else 0)
         model = Sums()
         parts = run_sums(model, asking, replicas=here, rows=[[1.0, 2.0, 4.0]] * 5)
-        requests = parts.run.asked
-        return (
-            parts.run.state.global_iteration,
-            requests.stop_reason,
-            requests.interruption,
-            model.net.weight.item(),
-        )
+        asked = parts.run.asked
+        number = parts.run.state.global_iteration
+        return (number, asked.stop_reason, asked.interruption), model.net.weight.item()
 
 
 @pytest.mark.shows("H36", "K42", "C16")
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
-@pytest.mark.parametrize("what", ["stop", "interrupt", "poll"])
-def test_what_one_process_asks_for_ends_the_run_on_all(what: str, num_processes: int) -> None:
-    expected = {
-        "stop": ("enough", ""),
-        "interrupt": ("", "a signal"),
-        "poll": ("should_training_stop returned True", ""),
-    }[what]
-    for who in {0, num_processes - 1}:
-        found = run_ranks(_ask, num_processes, num_processes, who, what)
-        assert len(set(found)) == 1
-        assert found[0][:3] == (2, *expected)
+@pytest.mark.parametrize(
+    ("what", "num_processes", "who", "end"),
+    [
+        ("stop", 2, 1, (2, "enough", "")),
+        ("interrupt", 3, 0, (2, "", "a signal")),
+        ("poll", 3, 2, (2, "should_training_stop returned True", "")),
+    ],
+)
+def test_what_one_process_asks_for_ends_the_run_on_all(
+    what: str, num_processes: int, who: int, end: tuple[Any, ...]
+) -> None:
+    found = run_ranks(_ask, num_processes, num_processes, who, what)
+    assert len(set(found)) == 1
+    assert found[0][0] == end
 
 
 class Saver(CheckpointWriter):
@@ -634,52 +477,6 @@ def _save(rank: int) -> list[int]:
 @pytest.mark.shows("H19")
 def test_a_checkpoint_that_one_process_asks_for_is_taken_by_all() -> None:
     assert run_ranks(_save, 2) == [[2, 4]] * 2
-
-
-class Skipping(Quiet):
-    """Leaves out the first update."""
-
-    def on_optimizer_step_start(self, optimizer: Any) -> None:
-        if self.context.state.global_iteration == 1:
-            self.context.skip_step("a spike")
-
-
-def _skip(rank: int) -> tuple[float, int]:
-    with replicas_on(rank, 2, 2) as here:
-        model, plugins = Sums(), [Skipping()] if rank == 1 else []
-        parts = run_sums(model, *plugins, replicas=here, rows=[[1.0, 2.0], [4.0, 8.0]])
-        return model.net.weight.item(), parts.run.state.global_step
-
-
-@pytest.mark.shows("R26")
-def test_an_update_that_one_process_leaves_out_is_left_out_by_all() -> None:
-    """The run counts steps, so a third batch makes up for it: the data begins anew."""
-    assert run_ranks(_skip, 2) == [(-7.5, 2)] * 2
-
-
-def _even_out(rank: int, lengths: list[int], knows_end: bool) -> tuple[Any, ...]:
-    num_processes = len(lengths)
-    with replicas_on(rank, num_processes, num_processes) as here:
-        inner = ListBatches(range(lengths[rank]), 10 + rank, knows_end=knows_end)
-        batches = EvenBatches(inner, here)
-        found = [(batch, batches.num_samples, batches.is_last) for batch in batches]
-        return found, inner.is_closed, next(batches, "nothing") if num_processes == 1 else None
-
-
-@pytest.mark.shows("R46")
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("knows_end", [True, False])
-@pytest.mark.parametrize("lengths", [[2, 4], [5, 4, 2], [0, 3]])
-def test_the_first_process_whose_data_ends_ends_the_pass(
-    lengths: list[int], knows_end: bool
-) -> None:
-    least = min(lengths)
-    for rank, found in enumerate(run_ranks(_even_out, len(lengths), lengths, knows_end)):
-        batches, is_closed, _ = found
-        assert batches == [
-            (number, 10 + rank, knows_end and number == least - 1) for number in range(least)
-        ]
-        assert is_closed, "the workers of the others end, too"
 
 
 class Uneven(ListSource):

@@ -20,6 +20,7 @@ from helios.run_parts import RunParts
 from helios.state import Phase, TrainingState
 from tests.engines.joined import replicas_on
 from tests.loops.parts import ListSource, fit, make_parts
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 from tests.support.sums import bits
 
@@ -65,16 +66,13 @@ class Touchy(Model):
         return weights, list(self.history), list(self.table["seen"]), dict(self.metrics)
 
 
-class Greedy(Plugin):
+class Greedy(Quiet):
     """Asks for everything in a validation, and counts."""
 
     def __init__(self) -> None:
         super().__init__("greedy")
         self.count = 0
         self.told: list[Any] = []
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_sanity_check_start(self) -> None:
         draw()
@@ -185,14 +183,3 @@ def test_a_training_is_the_same_with_a_trial_before_it(num_replicas: int) -> Non
         )
         assert tried[:-1] == plain[:-1]
         assert (plain[-1], tried[-1]) == ([], [("start", False), ("end", False)])
-
-
-def test_no_trial_without_data_or_after_a_resume() -> None:
-    for is_resumed in (False, True):
-        plugin = Greedy()
-        parts = make(Replicas(2), plugin)
-        parts.run.is_resumed = is_resumed
-        if not is_resumed:
-            del parts.sources[Phase.VALIDATION]
-        fit(parts)
-        assert plugin.told == []

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 import helios
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 
 LENGTH = 11
@@ -51,7 +51,7 @@ class Net(helios.Model):
         self.log("square", batch.square().sum() / 4, weight=3)
 
 
-class Points(Plugin):
+class Points(Quiet):
     """Keeps what was logged of each iteration."""
 
     unsaved = ("points",)
@@ -59,9 +59,6 @@ class Points(Plugin):
     def __init__(self) -> None:
         super().__init__("points")
         self.points: list[dict[str, float]] = []
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_log(self, scalars: dict[str, float], state: TrainingState) -> None:
         self.points.append(dict(scalars))
@@ -149,20 +146,3 @@ def test_outside_of_a_step_the_error_names_what_logs_there() -> None:
         helios.Trainer(max_epochs=1, use_cpu=True).fit(Early(), make_data())
     with pytest.raises(UsageError, match=r"self\.context\.log"):
         Net().log("never", 1.0)
-
-
-def test_a_log_of_ones_own_counts_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    class Own(helios.Model):
-        def setup(self) -> None:
-            self.net = nn.Linear(1, 1)
-            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-5)
-            self.log: Any = print
-
-        def train_step(self, batch: Any) -> Any:
-            self.log("hello", end="")
-            return self.net(batch[:, None]).square().mean()
-
-    assert helios.Trainer(max_epochs=1, use_cpu=True).fit(Own(), make_data())
-    said = capsys.readouterr()
-    assert "hello" in said.out
-    assert said.err.count("Own.log is its own") == 1

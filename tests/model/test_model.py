@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,11 +72,6 @@ def test_a_model_without_a_name_has_that_of_its_class_in_lower_case() -> None:
     assert DigitNet("other").save_name == "other"
 
 
-def test_a_model_must_define_its_setup() -> None:
-    with pytest.raises(TypeError, match="setup"):
-        Model("net")  # type: ignore[abstract]
-
-
 def test_the_tables_are_those_that_users_fill() -> None:
     model = Net()
     assert tuple(model.tables) == TABLES
@@ -90,27 +84,6 @@ def test_the_tables_are_those_that_users_fill() -> None:
     assert model.test_scores == {"acc": 0.25}
     assert model.tables["_running_losses"] == {"loss": 4.0}
     assert all(model.tables[name] is getattr(model, name) for name in TABLES)
-
-
-@pytest.mark.shows("H58")
-def test_events_clear_the_tables_that_begin_anew() -> None:
-    """H58: nothing else is cleared, so that the last scores can be read in `on_training_end`."""
-    model = Net()
-
-    def left_after(event: str, *args: Any) -> set[str]:
-        for table in model.tables.values():
-            table["entry"] = 1.0
-        getattr(model, event)(*args)
-        return {name for name, table in model.tables.items() if table}
-
-    everything = set(TABLES)
-    assert left_after("on_training_batch_start", TrainingState()) == everything - {"_loss_items"}
-    assert left_after("on_validation_start", 0) == everything - {"_val_scores"}
-    assert left_after("on_validation_end", 0) == everything - {"_running_losses"}
-    assert left_after("on_testing_start") == everything - {"_test_scores"}
-    for event in ("on_training_start", "on_training_end", "on_testing_end"):
-        assert left_after(event) == everything
-    assert left_after("on_training_epoch_start", 1) == everything
 
 
 @pytest.mark.shows("H58", "R43")
@@ -141,39 +114,6 @@ def test_each_part_gets_back_the_mode_that_it_had() -> None:
         model.eval()
         model.train()
         assert modes(model) == before
-
-
-def test_defaults_are_the_historical_ones() -> None:
-    model = Net()
-    assert model.trained_state_dict(1, two=2) == {}
-    assert model.types_for_safe_load() == []
-    assert model.append_metadata_to_chkpt_name("name") == "name"
-    assert model.append_to_banner("banner") == "banner"
-    assert model.train_step(None, TrainingState()) is None
-    assert model.valid_step(None, 0) is None
-    assert model.test_step(None, 0) is None
-    assert model.have_metrics_improved() is True
-    assert model.should_training_stop() is False
-    model.load_for_testing()
-
-
-@pytest.mark.parametrize(
-    ("method", "parameters"),
-    [
-        ("setup", ["fast_init"]),
-        ("load_state_dict", ["state_dict", "fast_init"]),
-        ("on_training_batch_end", ["state", "should_log"]),
-        ("train_step", ["batch", "state"]),
-        ("valid_step", ["batch", "step"]),
-        ("test_step", ["batch", "step"]),
-        ("append_metadata_to_chkpt_name", ["chkpt_name"]),
-        ("append_to_banner", ["banner"]),
-        ("on_training_epoch_start", ["current_epoch"]),
-        ("on_validation_start", ["validation_cycle"]),
-    ],
-)
-def test_methods_keep_the_names_of_their_parameters(method: str, parameters: list[str]) -> None:
-    assert list(inspect.signature(getattr(Model, method)).parameters)[1:] == parameters
 
 
 def test_a_prediction_must_be_defined_and_the_error_names_the_class() -> None:

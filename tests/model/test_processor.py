@@ -60,13 +60,6 @@ def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
 # Alone
 
 
-@pytest.mark.shows("R28")
-def test_a_processor_must_say_how_it_goes_forward() -> None:
-    """R28."""
-    with pytest.raises(TypeError, match="forward"):
-        BatchProcessor()
-
-
 # In a run
 
 

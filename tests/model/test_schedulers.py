@@ -153,19 +153,6 @@ def test_a_scheduler_that_was_moved_outside_is_an_error(interval: str) -> None:
     assert "remove your call of step()" in str(caught.value)
 
 
-def test_a_scheduler_that_was_loaded_goes_on_from_there() -> None:
-    """After a load its position is another one, which nobody moved by hand."""
-    first = halving()
-    for _ in range(3):
-        first.step()
-    second = halving()
-    schedulers = Schedulers({"scheduler": second}, {})
-    second.load_state_dict(first.state_dict())
-    schedulers.remember()
-    schedulers.after_step()
-    assert second.last_epoch == 4
-
-
 @pytest.mark.shows("P81")
 @pytest.mark.parametrize(
     ("build", "num_epochs", "is_found"),

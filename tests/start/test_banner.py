@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import helios
+from tests.support.quiet import Quiet
 from tests.support.runs import IndexModule, Setting, SmallModel
 from tests.typed.user_script import Line, Numbers
 
@@ -31,11 +32,8 @@ class Warmed(SmallModel):
         self.scheduler = rates.SequentialLR(self.optimizer, [self.warmup, self.scheduler], [5])
 
 
-class Stopped(helios.Plugin):
+class Stopped(Quiet):
     """Ends the training before its first step."""
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_start(self) -> None:
         raise InterruptedError
@@ -62,20 +60,6 @@ def starts(shown: str) -> list[str]:
     """Return the lines before the end of the training, without those of the model's units."""
     lines = shown.partition("Training has ended")[0].splitlines()[:-1]
     return [line for line in lines if "computed again in backward" not in line]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({}, "6691 (the default)"),
-        ({"random_seed": 3}, "3"),
-    ],
-)
-def test_the_banner_has_the_seed(
-    options: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(tmp_path, 1, **options)
-    assert f"\nrun: line\nseed: {text}\nplan: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("print_banner", [True, False])

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from helios.checkpoint import file_names, loading
-from helios.checkpoint.retention import KeepBest
+from helios.checkpoint import loading
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import CheckpointError
 from helios.start.origin import CheckpointChoice, find_chosen
-from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
+from tests.checkpoint.helpers import save
 from tests.engines.joined import replicas_on
 from tests.start.test_arguments import make
 from tests.support.ranks import run_ranks
@@ -73,42 +72,3 @@ def test_a_folder_that_is_not_shared_is_named_and_not_looked_for_again(tmp_path:
     texts = run_ranks(_find, 2, tmp_path, _hide_from_rank_1)
     assert len(set(texts)) == 1
     assert "rank 1 finds no such file" in texts[0]
-
-
-def _find_best(rank: int, root: Path) -> tuple[str, list[str]]:
-    options = make(chkpt_root=root)
-    load, rest = loading.load_present, [0.3, 0.1]
-
-    def load_and_save(*args: Any, **kwargs: Any) -> Any:
-        loaded = load(*args, **kwargs)
-        if rank == 0 and rest:
-            _save_scored(root / "run", 4 - len(rest), rest.pop(0), keeps=1)
-        return loaded
-
-    with replicas_on(rank, 2, 2) as team, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "load_present", load_and_save)
-        choice = CheckpointChoice(
-            is_best=True, rule=KeepBest(1, "loss", "min").rule, is_required=True
-        )
-        loaded, reasons = find_chosen(_call(choice, options, team))
-        assert loaded is not None
-        return loaded.path.name, reasons
-
-
-def _save_scored(path: Path, iteration: int, loss: float, *, keeps: int) -> None:
-    store = CheckpointStore(keep_best=KeepBest(keeps, "loss", "min"))
-    save_payload(
-        RunFolder(path, store),
-        make_payload(1, iteration),
-        stem=file_names.stem("run", 1, iteration),
-        sidecar=make_sidecar(1, iteration, run_name="run", metrics={"loss": loss}),
-    )
-
-
-@pytest.mark.shows("U23")
-def test_all_processes_load_the_best_also_where_a_better_one_replaces_it(tmp_path: Path) -> None:
-    """While rank 0 loads the best, a training saves two better ones, and deletes the others."""
-    _save_scored(tmp_path / "run", 1, 0.5, keeps=9)
-    found = run_ranks(_find_best, 2, tmp_path)
-    assert [name for name, _ in found] == ["run_epoch_1_iter_3.pth"] * 2
-    assert found[0][1] == ["the best of 1 checkpoints by loss (min): 0.1"]

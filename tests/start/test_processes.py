@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import helios
-from helios.counters import Phase
 from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, RunMismatchError, UsageError
 from helios.launch.launcher import Launch, LaunchKind
 from helios.start.options import Options
-from helios.start.origin import find_stored
 from helios.start.processes import (
     Stored,
     choose_processes,
@@ -172,26 +169,3 @@ def test_a_run_refuses_another_number_of_replicas_before_anything_starts(
 
 def _setting(**options: Any) -> Setting:
     return Setting(**{**vars(_SHARED), "options": options})
-
-
-def _call(options: Options, phase: Phase = Phase.TRAINING) -> Any:
-    """Return a call, as far as the search for its checkpoint asks for it."""
-    model = SimpleNamespace(save_name="small", types_for_safe_load=list)
-    return SimpleNamespace(options=options, phase=phase, model=model)
-
-
-@pytest.mark.shows("S33")
-def test_what_a_run_was_begun_with_is_read_from_its_newest_file(tmp_path: Path) -> None:
-    options = make(chkpt_root=tmp_path)
-    assert find_stored(_call(options)) is None
-    train(tmp_path, _setting(num_replicas=3))
-    newest = tmp_path / "small" / "small_epoch_1_iter_2.pth"
-    assert find_stored(_call(options)) == Stored(3, newest)
-    newest.with_suffix(".json").write_text("{}")
-    older = newest.with_name("small_epoch_1_iter_1.pth")
-    assert find_stored(_call(options)) == Stored(3, older)
-    newest.with_suffix(".json").unlink()
-    assert find_stored(_call(options)) == Stored(3, newest)
-    anew = make(chkpt_root=tmp_path, resume="never")
-    assert find_stored(_call(anew)) is None
-    assert find_stored(_call(anew, Phase.TESTING)) == Stored(3, newest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,8 @@ import torch
 from torch import nn
 
 import helios
-from helios.checkpoint.record import Record
 from helios.errors import UsageError
-from helios.findings import Finding, FindingKind, Findings, Level
 from helios.plugins import Plugin
-from helios.start.level import Reproducibility
 from helios.state import TrainingState
 from tests.distributed.train_script import Module, Net, parse
 
@@ -78,19 +74,6 @@ def test_what_a_step_changes_lowers_the_level_at_once_and_is_named_later(
     assert "reproducibility:" not in capsys.readouterr().err
     fit(tmp_path, model=Counting, total_steps=3)
     assert "reproducibility: restart (train_step changes count)" in capsys.readouterr().err
-
-
-OBSTACLE = Findings([Finding(FindingKind.OBSTACLE, text="a thing")])
-
-
-@pytest.mark.parametrize(("name", "value"), [("is_manual", True), ("findings", OBSTACLE)])
-def test_what_a_training_finds_lowers_elastic_only(name: str, value: object) -> None:
-    clean = Record(training_state={}, cursor={}, model={}, rng={}, num_replicas=2)
-    pairs = ((Level.ELASTIC, Level.RESTART), (Level.ORDER, Level.ORDER), (Level.NONE, Level.NONE))
-    for level, lowered in pairs:
-        reproducibility = Reproducibility(level, "")
-        assert reproducibility.level_after(clean) == level
-        assert reproducibility.level_after(dataclasses.replace(clean, **{name: value})) == lowered
 
 
 def test_synchronised_batch_norm_needs_a_process_for_each_replica(tmp_path: Path) -> None:

@@ -55,52 +55,43 @@ WAYS: dict[str, Callable[[helios.Trainer, Any], Any]] = {
 }
 
 
-every_way = pytest.mark.parametrize("register", WAYS.values(), ids=WAYS)
+class Half(Quiet):
+    """Loads a state that nothing saves."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take nothing."""
 
 
-@pytest.mark.shows("H59")
-@every_way
-def test_a_plugin_is_registered_under_its_id(
-    register: Callable[[helios.Trainer, Any], Any],
-) -> None:
-    first, second = Quiet("first"), Quiet("second")
-    trainer = make_trainer(first)
-    register(trainer, second)
-    assert list(trainer.plugins.items()) == [("first", first), ("second", second)]
-    assert type(trainer.plugins) is PluginTable
+class Shown(Quiet):
+    """Puts something into checkpoints that nobody loads, as helios-ml's plugin for Optuna does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"trial": 7}
 
 
-@pytest.mark.shows("H59", "K2", "R38")
-def test_plugins_of_the_constructor_are_registered_in_their_order() -> None:
+@pytest.mark.shows("H59", "H60", "K2", "R38", "S70")
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_register_runs_the_same_checks(way: str) -> None:
+    """H59: an id that is taken is a `KeyError`; `setdefault` keeps the present one."""
     plugins = [Quiet("b"), Owner("a"), Quiet("c")]
-    assert list(make_trainer(*plugins).plugins.values()) == plugins
-
-
-@pytest.mark.shows("H60")
-@every_way
-def test_a_second_owner_of_a_batch_is_refused_when_it_registers(
-    register: Callable[[helios.Trainer, Any], Any],
-) -> None:
-    """H60."""
-    trainer = make_trainer(Owner("one"))
+    trainer = make_trainer(*plugins)
+    for plugin in (second := Quiet("second"), shown := Shown("shown")):
+        WAYS[way](trainer, plugin)
+    assert list(trainer.plugins.values()) == [*plugins, second, shown]
+    assert list(trainer.plugins) == ["b", "a", "c", "second", "shown"]
+    assert type(trainer.plugins) is PluginTable
     with pytest.raises(
-        ArgumentError, match=r"one owner, but plugin 'one' \(Owner\) and plugin 'two' \(Owner\)"
+        ArgumentError, match=r"one owner, but plugin 'a' \(Owner\) and plugin 'two' \(Owner\)"
     ):
-        register(trainer, Owner("two"))
-    assert list(trainer.plugins) == ["one"]
-
-
-@pytest.mark.shows("H59")
-@pytest.mark.parametrize("way", [way for way in WAYS if "set" not in way])
-def test_an_id_that_is_taken_is_refused(way: str) -> None:
-    """H59: a `KeyError`; `setdefault` keeps the present one, as dictionaries do."""
-    first = Quiet("one")
-    trainer = make_trainer(first)
-    with pytest.raises(DuplicateError, match=r"'one' is registered already\. Pass another plug_id"):
-        WAYS[way](trainer, Quiet("one"))
-    with pytest.raises(KeyError):
-        WAYS[way](trainer, Owner("one"))
-    assert trainer.plugins["one"] is first
+        WAYS[way](trainer, Owner("two"))
+    with pytest.raises(ArgumentError, match=r"Half must override both.*got load_state_dict only"):
+        WAYS[way](trainer, Half("half"))
+    if "set" not in way:
+        expected = r"'b' is registered already\. Pass another plug_id"
+        with pytest.raises(DuplicateError, match=expected) as caught:
+            WAYS[way](trainer, Quiet("b"))
+        assert isinstance(caught.value, KeyError)
+    assert list(trainer.plugins.values()) == [*plugins, second, shown]
 
 
 @pytest.mark.parametrize("thing", [Quiet, None])
@@ -122,32 +113,6 @@ def test_all_checks_run_again_when_fit_starts() -> None:
     plugin.process_training_batch = lambda batch, state: batch  # type: ignore[method-assign]
     with pytest.raises(ArgumentError, match=r"plugin 'one' \(Owner\) and plugin 'late' \(Quiet\)"):
         trainer.fit(Linear(), Numbers())
-
-
-@pytest.mark.shows("S70")
-@every_way
-def test_a_plugin_that_only_loads_a_state_is_refused_when_it_registers(
-    register: Callable[[helios.Trainer, Any], Any],
-) -> None:
-    """Nothing would be there to load."""
-    half = type("Half", (Quiet,), {"load_state_dict": lambda self, *args: None})
-    with pytest.raises(ArgumentError, match=r"Half must override both.*got load_state_dict only"):
-        register(make_trainer(), half("half"))
-
-
-class Shown(Quiet):
-    """Puts something into checkpoints that nobody loads, as helios-ml's plugin for Optuna does."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"trial": 7}
-
-
-@pytest.mark.shows("S70")
-@every_way
-def test_a_plugin_may_save_a_state_that_nobody_loads(
-    register: Callable[[helios.Trainer, Any], Any],
-) -> None:
-    register(make_trainer(), Shown("shown"))
 
 
 @pytest.mark.shows("S70")

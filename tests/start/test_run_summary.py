@@ -2,67 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
-from helios import DataLoaderParams, DataModule, Model, Plugin, Trainer
+from helios import DataLoaderParams, DataModule, Trainer
+from helios.data import Stream
 from helios.start.run_log import describe_model
-
-
-class Holder(Model):
-    def __init__(self, **members: object) -> None:
-        super().__init__("holder")
-        for name, member in members.items():
-            setattr(self, name, member)
-
-    def setup(self, fast_init: bool = False) -> None:
-        """Do nothing: the members are there."""
-
-
-def lines(**members: object) -> list[str]:
-    return describe_model(Holder(**members)).splitlines()
+from tests.support.quiet import Quiet, QuietModel
 
 
 @pytest.mark.shows("P77")
-def test_one_network_is_shown_by_its_parts() -> None:
-    network = nn.Sequential(nn.Linear(1000, 2), nn.ReLU(), nn.Linear(2, 1).double())
-    assert lines(net=network) == [
+def test_networks_are_shown_by_their_parts_and_a_shared_parameter_counts_once() -> None:
+    model = QuietModel("holder")
+    model.net = nn.Sequential(nn.Linear(1000, 2), nn.ReLU(), nn.Linear(2, 1).double())
+    assert describe_model(model).splitlines() == [
         "2,005 parameters (7.8 KiB), all trainable",
         "  net.0  Linear  2,002",
         "  net.2  Linear      3",
     ]
+    model.net, model.other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+    model.other.weight = model.net.weight
+    assert describe_model(model).splitlines()[0] == "6 parameters (24 bytes), all trainable"
 
 
-@pytest.mark.shows("P77")
-def test_a_shared_parameter_counts_once() -> None:
-    first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
-    second.weight = first.weight
-    assert lines(first=first, second=second) == [
-        "6 parameters (24 bytes), all trainable",
-        "  first   Linear  4",
-        "  second  Linear  2",
-    ]
+def _ones(index: int, count: int) -> list[torch.Tensor]:
+    return [torch.ones(1)]
 
 
-class Endless(IterableDataset[torch.Tensor]):
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        while True:
-            yield torch.ones(1)
-
-
-class Data(DataModule):
-    def setup(self) -> None:
-        data, params = TensorDataset(torch.ones(2500, 1)), DataLoaderParams(batch_size=2)
-        self._train_dataset = self._create_dataset(data, params)
-        self._valid_dataset = self._create_dataset(Endless(), DataLoaderParams(batch_size=3))
-
-
-class Small(Holder):
+class Small(QuietModel):
     def setup(self, fast_init: bool = False) -> None:
         self.net = nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
@@ -71,50 +42,24 @@ class Small(Holder):
         return self.net(batch[0]).sum()
 
 
-@pytest.mark.shows("P77")
-def test_the_banner_says_how_large_model_and_data_are(capsys: pytest.CaptureFixture[str]) -> None:
-    Trainer(train_unit="iteration", total_steps=1, use_cpu=True).fit(Small(), Data())
-    shown = capsys.readouterr().err.splitlines()
-    place = shown.index("model: 2 parameters (8 bytes), all trainable")
-    assert shown[place + 1 : place + 3] == [
-        "  net  Linear  2",
-        "data: 2,500 samples in 1,250 batches per epoch; validation an unknown number of samples",
-    ]
-
-
 class Numbered(DataModule):
-    """Ten samples in batches, or what else a test gives."""
+    """Ten samples in batches, and a validation without an end."""
 
-    def __init__(self, data: object, **params: object) -> None:
+    def __init__(self, **params: object) -> None:
         super().__init__()
-        self.data, self.params = data, params
+        self.params = params
 
     def setup(self) -> None:
-        params = DataLoaderParams(**{"batch_size": 2, **self.params})
-        self._train_dataset = self._create_dataset(self.data, params)
-        self._valid_dataset = self._create_dataset(TEN, DataLoaderParams(batch_size=5))
+        data, params = TensorDataset(torch.ones(10, 1)), {"batch_size": 2, **self.params}
+        self._train_dataset = self._create_dataset(data, DataLoaderParams(**params))
+        self._valid_dataset = self._create_dataset(Stream(_ones), DataLoaderParams(batch_size=3))
 
 
-TEN = TensorDataset(torch.ones(10, 1))
-
-
-class Stopped(Plugin):
+class Stopped(Quiet):
     """Ends the run before its first step."""
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_fit_start(self) -> None:
         raise InterruptedError
-
-
-def plan(capsys: pytest.CaptureFixture[str], data: DataModule, **options: object) -> str:
-    trainer = Trainer(use_cpu=True, plugins=[Stopped("stopped")], **options)
-    trainer.train_exceptions.append(InterruptedError)
-    with pytest.raises(InterruptedError):
-        trainer.fit(Small(), data)
-    (line,) = [row for row in capsys.readouterr().err.splitlines() if row.startswith("plan: ")]
-    return line.removeprefix("plan: ")
 
 
 @pytest.mark.parametrize(
@@ -136,15 +81,9 @@ def plan(capsys: pytest.CaptureFixture[str], data: DataModule, **options: object
             {"drop_last": True, "batch_size": 3},
             "1 epoch of 3 steps (batch 3), fp32, validated every epoch, saved every epoch",
         ),
-        (
-            {"total_steps": math.inf, "early_stop_cycles": 2, "valid_frequency": 3},
-            {},
-            "unlimited epochs of 5 steps (batch 2), fp32, validated every 3 epochs, nothing is "
-            "saved (chkpt_root)",
-        ),
     ],
 )
-def test_the_banner_has_the_plan_of_the_run_in_a_line(
+def test_the_banner_has_model_data_and_the_plan_of_the_run_in_lines(
     options: dict[str, object],
     params: dict[str, object],
     text: str,
@@ -153,4 +92,12 @@ def test_the_banner_has_the_plan_of_the_run_in_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert plan(capsys, Numbered(TEN, **params), **options) == text
+    trainer = Trainer(use_cpu=True, plugins=[Stopped()], **options)
+    trainer.train_exceptions.append(InterruptedError)
+    with pytest.raises(InterruptedError):
+        trainer.fit(Small("small"), Numbered(**params))
+    shown = capsys.readouterr().err
+    assert f"\nplan: {text}\n" in shown
+    assert "\nmodel: 2 parameters (8 bytes), all trainable\n  net  Linear  2\n" in shown
+    batches = 5 if options == {"total_steps": 20} else 3
+    assert f"data: 10 samples in {batches} batches per epoch; validation an unknown" in shown

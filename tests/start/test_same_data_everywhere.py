@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -201,11 +200,17 @@ def test_processes_with_other_data_do_not_start() -> None:
         assert "rank 1 of 2 has" in first[form]
 
 
-@pytest.mark.parametrize(("phase", "name"), [("valid", "validation"), ("test", "testing")])
-def test_other_data_of_an_evaluation_is_found_too(phase: str, name: str) -> None:
-    for found in run_ranks(start, 3, ["a split in setup"], phase, 3):
-        assert f"the {name} data" in found["a split in setup"]
-        assert "indices" in found["a split in setup"]
+def start_evaluations(rank: int) -> list[str]:
+    form = "a split in setup"
+    return [start(rank, [form], phase, 3)[form] for phase in ("valid", "test")]
+
+
+def test_other_data_of_an_evaluation_is_found_too() -> None:
+    for validated, tested in run_ranks(start_evaluations, 3):
+        assert "the validation data" in validated
+        assert "the testing data" in tested
+        assert "indices" in validated
+        assert "indices" in tested
 
 
 def test_what_the_error_advises_lets_processes_start() -> None:

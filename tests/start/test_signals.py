@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -110,19 +108,3 @@ def test_evaluations_handle_them_too_unless_fit_returns() -> None:
         trainer.validate(SmallModel(setting), IndexModule(setting), checkpoint=None)
         assert (curious.handlers["validation"] == before) is (signals is RETURNS)
     assert [signal.getsignal(number) for number in Signals().numbers] == before
-
-
-def test_a_process_that_gives_up_ends_its_workers_and_says_why() -> None:
-    code = """
-import multiprocessing, signal, os
-from helios.start.signals import UnsavedEnd
-child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
-child.start()
-os.write(1, str(child.pid).encode())
-UnsavedEnd(7.5, lambda number: 128 + number).carry_out(signal.SIGUSR1)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 138, done.stderr
-    assert "No safe point was reached within 7.5 s after SIGUSR1" in done.stderr
-    # The output of the child is that of its parent: it has ended, else there were no end here.
-    assert int(done.stdout) > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import helios
 from tests.support.kills import KillAt, run_in_child
-from tests.support.scripts import call
+from tests.support.ranks import run_ranks
 from tests.support.warned import collect_warnings
 
 
@@ -134,38 +133,26 @@ def files(folder: Path) -> list[bytes]:
     return [ledger, *(each.numpy().tobytes() for each in weights.values())]
 
 
-@pytest.mark.parametrize("nproc", [1, 3])
+def fit_resting(rank: int, folder: Path) -> list[str]:
+    """Train, and start again a run that has ended; returns what was said of modes."""
+    _, warnings = fit(folder, all_resting, num_replicas=3)
+    warnings += fit(folder, all_resting, num_replicas=3)[1]
+    return [text for text in warnings if "training mode" in text]
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
 def test_a_network_in_evaluation_mode_trains_as_if_it_had_never_been_in_it(
-    nproc: int, tmp_path: Path
+    num_processes: int, tmp_path: Path
 ) -> None:
-    fit(tmp_path / "resting", all_resting, num_replicas=3, nproc=nproc)
+    said = run_ranks(fit_resting, num_processes, tmp_path / "resting")
     assert fit(tmp_path / "awake", Net, num_replicas=3)[1] == []
     assert files(tmp_path / "resting") == files(tmp_path / "awake")
+    assert [len(texts) for texts in said] == [1, *[0] * (num_processes - 1)]
+    assert said[0][0].startswith("Put into training mode: net.")
+    assert 'train_mode = "keep"' in said[0][0]
 
 
-def main() -> None:
-    """Train twice in a folder, with a number of processes; the second call finds it finished."""
-    for _ in range(2):
-        trainer = helios.Trainer(
-            total_steps=1,
-            chkpt_root=Path(sys.argv[1]),
-            chkpt_frequency=1,
-            num_replicas=2,
-            nproc=int(sys.argv[2]),
-            use_cpu=True,
-        )
-        trainer.fit(Trained(all_resting), Data())
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_run_says_once_what_it_has_put_into_training_mode(nproc: int, tmp_path: Path) -> None:
-    shown = call(main, tmp_path, nproc).stderr
-    assert shown.count("WARNING - Put into training mode: net.") == 1
-    assert shown.count('train_mode = "keep"') == 1
-    assert "Nothing to do" in shown
-
-
-@pytest.mark.parametrize("make", [all_resting, lambda: Net().with_lora(), sleeping_dropout])
+@pytest.mark.parametrize("make", [lambda: Net().with_lora(), sleeping_dropout])
 def test_a_killed_run_goes_on_in_its_modes_and_warns_once(
     make: Callable[[], Any], tmp_path: Path
 ) -> None:
@@ -177,20 +164,9 @@ def test_a_killed_run_goes_on_in_its_modes_and_warns_once(
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
-def overridden_on_the_instance() -> Net:
-    net = sleeping_dropout()
-    net.train = KeepsBody.train.__get__(net)  # type: ignore[method-assign]
-    return net
-
-
 @pytest.mark.parametrize(
     "make",
-    [
-        Net,
-        frozen_norms,
-        lambda: KeepsBody().train(),
-        overridden_on_the_instance,
-    ],
+    [Net, frozen_norms, lambda: KeepsBody().train()],
 )
 def test_modes_that_are_meant_stay_and_are_not_spoken_of(
     make: Callable[[], nn.Module], tmp_path: Path
@@ -212,25 +188,22 @@ class WithOthers(Trained):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode", "expected", "num_warnings"),
+    ("mode", "expected", "num_warnings"),
     [
-        (WithOthers, None, [True, True, False, False], 1),
-        (WithOthers, "keep", [False, False, False, False], 0),
-        (WithOthers, "all", [True, True, True, True], 0),
+        (None, [True, True, False, False], 1),
+        ("keep", [False, False, False, False], 0),
+        ("all", [True, True, True, True], 0),
     ],
 )
 def test_what_is_not_trained_rests_unless_the_model_says_otherwise(
-    kind: type[WithOthers], mode: Any, expected: list[bool], num_warnings: int
+    mode: Any, expected: list[bool], num_warnings: int
 ) -> None:
-    model = kind(all_resting, mode)
+    model = WithOthers(all_resting, mode)
     with collect_warnings() as warnings:
         helios.Trainer(total_steps=1, use_cpu=True).fit(model, Data())
     parts = (model.net.body, model.net.head, model.teacher, model.average)
     assert [part.training for part in parts] == expected
     assert len(warnings) == num_warnings
 
-
-def test_an_unknown_mode_is_refused() -> None:
-    model = Trained(Net, "train")
     with pytest.raises(helios.ArgumentError, match="train_mode"):
-        helios.Trainer(total_steps=1, use_cpu=True).fit(model, Data())
+        helios.Trainer(total_steps=1, use_cpu=True).fit(Trained(Net, "train"), Data())

@@ -38,10 +38,12 @@ def test_a_generator_goes_on_where_it_was(name: str, tmp_path: Path, said: list[
 
     def make() -> Any:
         one = make_one()
-        return Owner(rng=one, parts={"same": one, "own": make_one()})
+        return Owner(rng=one, parts={"same": one, "own": make_one()}, late=None)
 
     owner = make()
     discovery = started(owner)
+    owner.late = make_one()
+    draw(owner.late)
     draw(owner.rng)
     draw(owner.parts["own"])
     draw(owner.parts["own"])
@@ -50,6 +52,7 @@ def test_a_generator_goes_on_where_it_was(name: str, tmp_path: Path, said: list[
     assert again.parts["same"] is again.rng
     assert draw(again.rng) == draw(owner.rng)
     assert draw(again.parts["own"]) == draw(owner.parts["own"])
+    assert draw(again.late) == draw(owner.late)
     assert not said
 
 

@@ -36,8 +36,10 @@ def _part_compiled() -> Any:
 
 
 @pytest.mark.shows("U12")
-@pytest.mark.parametrize("make", [_small, _whole_compiled, _part_compiled])
-@pytest.mark.parametrize("remake", [_small, _whole_compiled, _part_compiled])
+@pytest.mark.parametrize(
+    ("make", "remake"),
+    [(_small, _part_compiled), (_whole_compiled, _small), (_part_compiled, _whole_compiled)],
+)
 def test_a_checkpoint_of_a_compiled_module_is_that_of_the_module(make: Any, remake: Any) -> None:
     owner = make()
     for number, parameter in enumerate(owner.net.parameters()):

@@ -88,17 +88,6 @@ def test_an_optimizer_gets_the_order_that_was_saved(
     ]
 
 
-def test_a_compiled_network_has_the_names_of_the_network(tmp_path: Path) -> None:
-    def compiled() -> Any:
-        owner = _one_group(["c", "b", "a"])
-        owner.nets["a"] = torch.compile(owner.nets["a"], backend="eager")
-        return owner
-
-    state = started(compiled()).capture()
-    assert state["members"]["optimizer"][0][-1] == "nets.a.bias"
-    resumed(lambda: _one_group(_NAMES), state)
-
-
 @pytest.mark.shows("S52")
 def test_networks_that_are_built_in_another_order_keep_their_moments(tmp_path: Path) -> None:
     def make(order: list[str]) -> Any:

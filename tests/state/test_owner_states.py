@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from helios.core.utils import parameters_of, unsaved_of
+from helios.core.utils import parameters_of
 from helios.state.discovery import Discovery
 from helios.state.owners import Owner, Owners
 from tests.state.owners import Average, bits, saved_attributes, started
@@ -35,23 +35,6 @@ def _started(*owners: Owner, **outside: object) -> Owners:
     found = Owners(owners, lambda: outside)
     found.take_baseline()
     return found
-
-
-@pytest.mark.shows("S42")
-def test_plain_values_come_back_by_owner() -> None:
-    def make() -> tuple[Part, Part]:
-        return Part(count=0, seen=[]), Part(rate=1.0)
-
-    first, second = make()
-    owners = _started(Owner("plugin 'a'", first), Owner("data", second))
-    first.count, second.rate = 3, 0.5  # type: ignore[attr-defined]
-    first.seen.append(1)  # type: ignore[attr-defined]
-    states, missing = owners.capture({})
-    assert (list(states), missing) == (["plugin 'a'", "data"], {})
-    first, second = make()
-    again = _started(Owner("plugin 'a'", first), Owner("data", second))
-    again.restore(copy.deepcopy(states))
-    assert (vars(first)["count"], vars(first)["seen"], vars(second)["rate"]) == (3, [1], 0.5)
 
 
 @pytest.mark.shows("S55")
@@ -122,23 +105,6 @@ def test_a_state_with_the_tensors_of_an_object_leaves_out_its_numbers() -> None:
     assert (second.average.count, second.optimizer.param_groups[0]["lr"]) == (1, 0.05)
 
 
-@pytest.mark.shows("S42")
-def test_networks_of_the_model_are_named_and_not_saved_again() -> None:
-    nets = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    part = Part(net=nets[0], own=nn.Linear(1, 1))
-    outside = {"nets.0": nets[0], "nets.1": nets[1]}
-    owners = Owners([Owner("plugin 'a'", part)], lambda: outside)
-    owners.take_baseline()
-    assert list(owners.capture({})[0]["plugin 'a'"]["objects"]) == ["own"]
-    vars(part)["net"] = nets[1]
-    states, _ = owners.capture({})
-    again = Part(net=nets[0], own=nn.Linear(1, 1))
-    other = Owners([Owner("plugin 'a'", again)], lambda: outside)
-    other.take_baseline()
-    other.restore(copy.deepcopy(states))
-    assert vars(again)["net"] is nets[1]
-
-
 def _with_late_parts() -> tuple[Part, Owners]:
     """Return a part to which a start event has given a network, an optimizer and a parameter."""
     part = Part(count=0)
@@ -185,10 +151,6 @@ def _part_from_it(model: Part, plugin: Part) -> None:
     vars(plugin)["shared"] = vars(plugin)["shared"].clone()
 
 
-def _refer_to_the_same(model: Part, plugin: Part) -> None:
-    vars(plugin)["part"] = vars(model)["whole"]
-
-
 def _sharing() -> tuple[Part, Part, Owners]:
     whole = torch.zeros(8)
     model = Part(whole=whole, array=np.zeros(4), loose=None)
@@ -224,19 +186,6 @@ def test_what_training_lets_owners_share_is_shared_after_a_resume(
         for name in ("whole", "part", "shared", "array"):
             if name in vars(mine):
                 assert vars(mine)[name].tolist() == vars(theirs)[name].tolist()
-
-
-@pytest.mark.shows("S57")
-@pytest.mark.parametrize("change", [_look_at_a_part, _refer_to_the_same])
-def test_what_owners_keep_anew_in_each_step_is_no_memory_that_they_share(
-    change: Callable[[Part, Part], object],
-) -> None:
-    model, plugin, owners = _sharing()
-    for number in range(3):
-        vars(model)["whole"] = whole = torch.full((8,), float(number))
-        vars(plugin)["shared"] = whole[4:6]
-        change(model, plugin)
-        assert owners.capture({})[1] == {}
 
 
 @pytest.mark.shows("S66")
@@ -278,10 +227,6 @@ class Mined:
         self.images = [f"{number}.png" for number in range(20_000)]
 
 
-class Declaring(Mined):
-    unsaved = ("hard",)
-
-
 def _grow(part: Mined) -> None:
     part.hard += range(20_000)
     part.images.append("")
@@ -316,18 +261,6 @@ def test_a_member_that_had_outgrown_before_a_resume_is_missing_after_it(said: li
     _grow(mined)
     assert list(owners.capture({})[1]) == ["data set: hard"]
     assert not said, "the last start has named it"
-
-
-@pytest.mark.shows("S74")
-def test_what_the_class_of_a_data_set_declares_is_neither_saved_nor_named() -> None:
-    mined = Declaring()
-    owner = Owner("data set", mined, unsaved_of(mined), is_data=True)
-    owners = _started(owner)
-    mined.hard.append(1)
-    assert owners.capture({}) == ({}, {})
-    owners.note_named(["data set: hard"])
-    _grow(mined)
-    assert owners.capture({}) == ({}, {})
 
 
 @pytest.mark.shows("S75")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.state.owners import Owner, bits, changed, started, through_a_file
-
-
-class Stateless(torch.optim.SGD):
-    """Returns its settings alone."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": {}, "param_groups": super().state_dict()["param_groups"]}
+from tests.state.owners import Owner, bits, changed, resumed, started, through_a_file
 
 
 class Silent(torch.optim.SGD):
@@ -30,6 +24,44 @@ class Silent(torch.optim.SGD):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pass
+
+
+class Sam(Optimizer):
+    """A sharpness-aware optimizer as people write it: the inner one's state is nobody's."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.base_optimizer = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        self.num_ascents = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_ascents += 1
+        self.base_optimizer.step()
+
+
+class Lookahead:
+    """Slow weights beside fast ones, with a ``state_dict`` that leaves the slow ones out."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        self.inner = torch.optim.SGD(params, **options)
+        inner = self.inner
+        self.param_groups = inner.param_groups
+        self.slow = [p.detach().clone() for g in inner.param_groups for p in g["params"]]
+        self.count = 0
+
+    def step(self) -> None:
+        self.inner.step()
+        self.count += 1
+        fast = [p for g in self.inner.param_groups for p in g["params"]]
+        for slow, part in zip(self.slow, fast, strict=True):
+            slow.add_(part.detach() - slow, alpha=0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
 
 
 class SlowInState(Optimizer):
@@ -121,7 +153,7 @@ class Unfinished(Optimizer):
 
 
 _KINDS: list[Callable[..., Any]] = [
-    *(Silent, SlowInState, Published, Unfinished),
+    *(Silent, SlowInState, Published, Unfinished, Sam, Lookahead),
 ]
 
 
@@ -131,18 +163,15 @@ def _make(kind: Callable[..., Any]) -> Any:
     return Owner(net=net, optimizer=kind(net.parameters(), lr=0.1, momentum=0.9))
 
 
-def _groups(optimizer: Any) -> Any:
-    return optimizer.param_groups
-
-
 def _train(owner: Any, number: int) -> None:
     owner.net(torch.full((1, 2), float(number))).sin().sum().backward()
     owner.optimizer.step()
     owner.net.zero_grad()
-    for group in _groups(owner.optimizer):
+    for group in owner.optimizer.param_groups:
         group["lr"] *= 0.5
 
 
+@pytest.mark.shows("S54")
 @pytest.mark.parametrize("kind", _KINDS)
 def test_what_an_optimizer_leaves_out_resumes_to_the_same_bits(
     kind: Callable[..., Any], tmp_path: Path, said: list[str]
@@ -187,20 +216,54 @@ def test_moments_by_name_do_not_count_as_plain_values(said: list[str]) -> None:
     assert not said
 
 
-def test_a_hook_says_what_the_state_of_an_optimizer_holds(tmp_path: Path) -> None:
-    def make() -> Any:
-        owner = _make(torch.optim.SGD)
-
-        def drop(optimizer: Optimizer, state: dict[str, Any]) -> None:
-            state["state"] = {}
-
-        owner.optimizer.register_state_dict_post_hook(drop)
-        return owner
-
-    owner, again = make(), make()
+def test_optimizers_that_share_their_groups_share_them_after_a_resume() -> None:
+    owner = _make(Sam)
     discovery = started(owner)
     _train(owner, 1)
-    started(again).restore(through_a_file(discovery.capture(), tmp_path / "state"))
-    for each in (owner, again):
-        _train(each, 2)
-    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
+    again = resumed(lambda: _make(Sam), discovery.capture())
+    assert again.optimizer.param_groups is again.optimizer.base_optimizer.param_groups
+    assert again.optimizer.num_ascents == 1
+
+
+def test_values_that_a_state_dict_holds_are_not_saved_twice() -> None:
+    class Whole(Lookahead):
+        def state_dict(self) -> dict[str, Any]:
+            slow = [part.clone() for part in self.slow]
+            inner = copy.deepcopy(self.inner.state_dict())
+            return {"inner": inner, "slow": slow, "count": self.count}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.inner.load_state_dict(state_dict["inner"])
+            self.slow, self.count = state_dict["slow"], state_dict["count"]
+
+    owner = _make(Whole)
+    discovery = started(owner)
+    _train(owner, 1)
+    assert discovery.capture()["values"] == {}
+
+
+class Window:
+    """An object whose state has a part of its tensor, and one of two equal numbers."""
+
+    def __init__(self) -> None:
+        self.losses = torch.zeros(4)
+        self.count = self._count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self.losses[-1], "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.losses[-1] = state_dict["last"]
+        self.count = state_dict["count"]
+
+
+def test_a_part_of_a_tensor_or_an_equal_number_is_not_the_whole_state(tmp_path: Path) -> None:
+    owner = Owner(window=Window())
+    discovery = started(owner)
+    owner.window.losses += 1
+    owner.window.count = owner.window._count = 3
+    again = resumed(
+        lambda: Owner(window=Window()), through_a_file(discovery.capture(), tmp_path / "state")
+    )
+    assert bits(again.window.losses) == bits(owner.window.losses)
+    assert vars(again.window)["_count"] == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -319,17 +318,3 @@ def test_building_an_object_runs_no_code_of_its_class(tmp_path: Path) -> None:
     owner.late.content = 5
     again = resumed(make, through_a_file(discovery.capture(), tmp_path / "state"))
     assert again.late.content == 5
-
-
-@pytest.mark.parametrize("hide", [lambda part: part, lambda part: [part], lambda part: {"a": part}])
-def test_an_object_of_a_class_that_setup_does_not_know_is_named(
-    hide: Callable[[Any], Any], said: list[str]
-) -> None:
-    owner = Owner(value=None)
-    discovery = started(owner)
-    owner.value = hide(Holder(1))
-    state = discovery.capture()
-    assert list(state["missing"]) == ["value"]
-    assert "types_for_safe_load()" in state["missing"]["value"]
-    assert resumed(lambda: Owner(value=None), state).value is None
-    assert len(said) == 1

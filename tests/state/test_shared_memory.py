@@ -16,18 +16,13 @@ from tests.state.owners import Owner, changed, network, resumed, started, throug
 _Make = Callable[[], Any]
 
 
-def _resume(make: _Make, change: Callable[[Any], None], folder: Path, *, is_filed: bool) -> Any:
+def _resume(make: _Make, change: Callable[[Any], None], folder: Path) -> Any:
     owner = make()
     discovery = started(owner)
     change(owner)
     state = discovery.capture()
     assert not state["missing"]
-    return resumed(make, through_a_file(state, folder / "state.pth") if is_filed else state)
-
-
-@pytest.fixture(params=[True, False], ids=["through a file", "in memory"])
-def is_filed(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+    return resumed(make, through_a_file(state, folder / "state.pth"))
 
 
 def _views() -> Any:
@@ -39,11 +34,11 @@ def _views() -> Any:
 
 
 @pytest.mark.shows("S56")
-def test_views_of_one_array_are_views_of_one_array_again(tmp_path: Path, is_filed: bool) -> None:
+def test_views_of_one_array_are_views_of_one_array_again(tmp_path: Path) -> None:
     def change(owner: Any) -> None:
         owner.base[3, 4] = 7
 
-    again = _resume(_views, change, tmp_path, is_filed=is_filed)
+    again = _resume(_views, change, tmp_path)
     fresh = _views()
     change(fresh)
     for mine, theirs in zip(_arrays_of(again), _arrays_of(fresh), strict=True):
@@ -65,7 +60,7 @@ def _arrays_of(owner: Any) -> list[Any]:
 
 @pytest.mark.shows("S56")
 @pytest.mark.parametrize("begin", [0, 1, 3])
-def test_arrays_and_tensors_share_memory_again(begin: int, tmp_path: Path, is_filed: bool) -> None:
+def test_arrays_and_tensors_share_memory_again(begin: int, tmp_path: Path) -> None:
     def make() -> Any:
         array = np.zeros(9, np.float32)
         lent = torch.zeros(6)
@@ -77,7 +72,7 @@ def test_arrays_and_tensors_share_memory_again(begin: int, tmp_path: Path, is_fi
         owner.tensor[1] = 5
         owner.borrowed[0] = 6
 
-    again = _resume(make, change, tmp_path, is_filed=is_filed)
+    again = _resume(make, change, tmp_path)
     assert again.array[begin + 1] == 5
     again.array[begin + 2] = 8
     assert again.tensor[2] == 8
@@ -109,7 +104,7 @@ def _aliases() -> Any:
 
 @pytest.mark.shows("S56")
 def test_an_alias_that_training_moved_looks_at_its_target_again(
-    tmp_path: Path, is_filed: bool, said: list[str]
+    tmp_path: Path, said: list[str]
 ) -> None:
     def change(owner: Any) -> None:
         other = owner.net[3].weight
@@ -118,7 +113,7 @@ def test_an_alias_that_training_moved_looks_at_its_target_again(
         owner.array = other.detach().numpy()[:, ::2]
         owner.mean = owner.net[1].running_var
 
-    again = _resume(_aliases, change, tmp_path, is_filed=is_filed)
+    again = _resume(_aliases, change, tmp_path)
     assert not said
     other = again.net[3].weight
     assert again.chosen is other

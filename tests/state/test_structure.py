@@ -10,7 +10,7 @@ import torch.nn.utils.prune
 from torch import nn
 
 from helios.errors import StateError
-from tests.state.owners import Owner, bits, network, started
+from tests.state.owners import Owner, network, started
 
 
 def _swap_optimizer(owner: Any) -> None:
@@ -75,27 +75,3 @@ def test_what_was_rebuilt_in_training_is_named_at_once(name: str, said: list[str
     if refusal is not None:
         with pytest.raises(StateError, match=f"(?s){refusal}"):
             started(make()).restore(state)
-
-
-def test_an_optimizer_of_another_class_is_refused_before_anything_changes() -> None:
-    net = network()
-    state = started(Owner(net=net, optimizer=torch.optim.Adam(net.parameters()))).capture()
-    owner = Owner(net=network())
-    owner.optimizer = torch.optim.SGD(owner.net.parameters(), lr=0.1)
-    before = bits(owner.net.state_dict())
-    with pytest.raises(StateError, match="optimizer was saved by Adam, but is SGD now"):
-        started(owner).restore(state)
-    assert bits(owner.net.state_dict()) == before
-
-
-def test_an_iterator_is_named_since_nothing_tells_how_far_it_has_come(said: list[str]) -> None:
-    owner = Owner(steps=(n for n in "abc"), rest=[zip("ab", iter([1]), strict=False), 1])
-    owner.pool = [(n for n in "ab")]
-    discovery = started(owner)
-    next(owner.steps)
-    discovery.capture()
-    discovery.capture()
-    (text,) = said
-    assert "steps (an iterator, whose position is unknown" in text
-    assert "pool.0 (an iterator" in text
-    assert "rest" not in text, "pickle tells how far it has come: not at all"

@@ -47,46 +47,6 @@ def _double(owner: Any) -> None:
             state[key] = state[key].to(part.dtype)
 
 
-def _half(owner: Any) -> None:
-    owner.net.conv.to(torch.bfloat16)
-
-
-def _channels_last(owner: Any) -> None:
-    owner.net.to(memory_format=torch.channels_last)
-
-
-def _grow(owner: Any) -> None:
-    owner.net.queue = torch.cat([owner.net.queue, torch.ones(3, 2)])
-
-
-def _fill(owner: Any) -> None:
-    owner.net.later = torch.arange(3)
-
-
-def _clear(owner: Any) -> None:
-    owner.net.queue = None
-
-
-def _register(owner: Any) -> None:
-    owner.net.norm.register_buffer("seen", torch.full((2,), 4.0))
-
-
-def _register_hidden(owner: Any) -> None:
-    owner.net.norm.register_buffer("seen", torch.full((2,), 4.0), persistent=False)
-
-
-def _hide(owner: Any) -> None:
-    owner.net.register_buffer("queue", torch.ones(1, 2), persistent=False)
-
-
-def _show(owner: Any) -> None:
-    owner.net.register_buffer("mean", torch.ones(2))
-
-
-def _delete(owner: Any) -> None:
-    del owner.net.queue, owner.net.later
-
-
 def _resize(owner: Any) -> None:
     part = owner.net.empty
     part.data = torch.ones(3, 2)
@@ -100,10 +60,28 @@ def _double_loose(owner: Any) -> None:
     owner.optimizer.state.pop(owner.scale, None)
 
 
-_CHANGES = [
-    *(_double, _half, _channels_last, _grow, _fill, _clear, _register, _register_hidden),
-    *(_hide, _show, _delete, _resize, _double_loose),
-]
+def _delete(owner: Any) -> None:
+    del owner.net.queue, owner.net.later
+
+
+_FOURS = torch.full((2,), 4.0)
+_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "double": _double,
+    "half": lambda owner: owner.net.conv.to(torch.bfloat16),
+    "channels last": lambda owner: owner.net.to(memory_format=torch.channels_last),
+    "grow": lambda owner: setattr(owner.net, "queue", torch.ones(4, 2)),
+    "fill": lambda owner: setattr(owner.net, "later", torch.arange(3)),
+    "clear": lambda owner: setattr(owner.net, "queue", None),
+    "register": lambda owner: owner.net.norm.register_buffer("seen", _FOURS),
+    "register hidden": lambda owner: owner.net.norm.register_buffer(
+        "seen", _FOURS, persistent=False
+    ),
+    "hide": lambda owner: owner.net.register_buffer("queue", torch.ones(1, 2), persistent=False),
+    "show": lambda owner: owner.net.register_buffer("mean", torch.ones(2)),
+    "delete": _delete,
+    "resize": _resize,
+    "double what is loose": _double_loose,
+}
 
 
 def _look(net: nn.Module) -> dict[str, Any]:
@@ -121,15 +99,15 @@ def _look(net: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.shows("S59")
-@pytest.mark.parametrize("change", _CHANGES)
+@pytest.mark.parametrize("name", _CHANGES)
 def test_what_training_makes_of_tensors_is_resumed(
-    change: Callable[[Any], None], tmp_path: Path, said: list[str]
+    name: str, tmp_path: Path, said: list[str]
 ) -> None:
     owner = _make()
     discovery = started(owner)
     _step(owner)
-    change(owner)
-    if change is not _half:
+    _CHANGES[name](owner)
+    if name != "half":
         _step(owner)
     state = through_a_file(discovery.capture(), tmp_path / "state.pth")
     again = _make()
@@ -139,7 +117,7 @@ def test_what_training_makes_of_tensors_is_resumed(
     assert _look(again.net) == _look(owner.net)
     assert all(part is before for part, before in zip(again.net.parameters(), held, strict=True))
     assert bits(other.capture()) == bits(discovery.capture())
-    if change is not _half:
+    if name != "half":
         for each in (owner, again):
             _step(each)
     assert _look(again.net) == _look(owner.net)

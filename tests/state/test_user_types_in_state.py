@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
 from enum import Enum, Flag, IntEnum, IntFlag
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from helios.errors import StateError
 from tests.state.owners import Owner, resumed, started, through_a_file
@@ -57,17 +55,6 @@ class Frozen:
     def __post_init__(self) -> None:
         if self.rate > 1:
             raise AssertionError("A constructor ran.")
-
-
-@dataclasses.dataclass
-class Node:
-    name: str
-    others: list[Any] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class Table(dict[str, int]):
-    name: str = ""
 
 
 @dataclasses.dataclass
@@ -123,25 +110,6 @@ def test_a_dataclass_comes_back_with_its_fields_and_no_constructor_runs(tmp_path
     assert again.stats is not owner.stats
     assert again.frozen.rate == 2.0
     assert again.frozen.best.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("value", "place"),
-    [
-        (Node("x", [threading.Lock()]), "value.others"),
-        (Node("x", [nn.Linear(1, 1)]), "value.others"),
-        (Table("x"), "value"),
-    ],
-)
-def test_a_dataclass_of_more_than_plain_fields_is_named(
-    value: Any, place: str, said: list[str]
-) -> None:
-    owner = Owner(known=[Node(""), Table("")], value=None)
-    discovery = started(owner)
-    owner.value = value
-    state = discovery.capture()
-    assert list(state["missing"]) == [place]
-    assert f"{place} (" in said[0]
 
 
 @pytest.mark.shows("S68")

@@ -27,6 +27,7 @@ from helios.core import rng
 from helios.ledger.book import FILE_NAME
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.runs import digest
 
 SIDE = 6
@@ -172,7 +173,7 @@ class ElasticData(helios.DataModule):
         self._test_dataset = self._create_dataset(Pictures(11), params)
 
 
-class KillRank(Plugin):
+class KillRank(Quiet):
     """Sends SIGKILL to the process of one rank, or of each, in an event of an iteration."""
 
     def __init__(self, event: str, iteration: int, rank: int | None) -> None:
@@ -180,9 +181,6 @@ class KillRank(Plugin):
         self.iteration = iteration
         self.rank_to_kill = rank
         setattr(self, event, self._act)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def _act(self, *args: Any) -> None:
         is_it = self.rank_to_kill in (None, self.trainer.rank)

@@ -262,7 +262,6 @@ class Call:
         reactions: what receivers do.
         loaders: loaders of each evaluation.
         model: the class of the model.
-        monitor: the class of the monitoring plugin.
         error: the exception that the call raises, if any.
     """
 

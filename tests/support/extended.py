@@ -1,4 +1,4 @@
-"""Eight trainings that extend Helios, written from its pages alone, and what each has left.
+"""Five trainings that extend Helios, written from its pages alone, and what each has left.
 
 Each is started by :func:`start` with a folder and a number of replicas; what is in the folder goes
 on. Their checkpoints and ledgers are compared on bytes.
@@ -23,7 +23,6 @@ from helios import DataLoaderParams, DataModule, Engine, Model, Plugin, Trainer
 from helios.core import rng
 from helios.ledger.book import FILE_NAME
 from helios.loops import OptimizerLoop
-from helios.plugins import HookContext, PipelineHooks
 from tests.support.runs import digest
 
 
@@ -156,32 +155,20 @@ class Learner(Curve):
         points.shown += [hidden[place] for place in errors.topk(4).indices.tolist()]
 
 
-class Gan(Model):
-    """Two networks, and one loss of each by yields."""
+class ManualGan(Model):
+    """Two networks; makes two updates of its critic per batch, by hand."""
 
     def setup(self, fast_init: bool = False) -> None:
         self.generator = nn.Linear(2, 1)
         self.critic = nn.Sequential(nn.Linear(1, 8), nn.LeakyReLU(), nn.Linear(8, 1))
         self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=0.05)
         self.generator_optimizer = torch.optim.Adam(self.generator.parameters(), lr=0.05)
+        self.generator, self.critic = map(self.engine.wrap, (self.generator, self.critic))
 
     def losses(self, real: Tensor) -> tuple[Tensor, Tensor]:
         fake = self.generator(torch.randn(len(real), 2))
         critic = softplus(-self.critic(real)) + softplus(self.critic(fake.detach()))
         return critic.mean(), fake
-
-    def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
-        loss, fake = self.losses(batch[0])
-        yield loss
-        yield softplus(-self.critic(fake)).mean()
-
-
-class ManualGan(Gan):
-    """Makes two updates of its critic per batch, by hand."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup(fast_init)
-        self.generator, self.critic = map(self.engine.wrap, (self.generator, self.critic))
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> None:
         for _ in range(2):
@@ -198,62 +185,6 @@ class ManualGan(Gan):
             self.engine.zero_grad(each)
         self.engine.backward_loss(loss)
         self.engine.optimizer_step(optimizer)
-
-
-class Noisy(Plugin):
-    """Changes the learning rate by what three generators draw, and remembers a few values."""
-
-    def __init__(self) -> None:
-        super().__init__("noisy")
-        self.buffer: list[Tensor] = []
-        self.python = random.Random(1)
-        self.numpy = np.random.default_rng(2)
-        self.torch = torch.Generator().manual_seed(3)
-
-    def setup(self) -> None: ...
-
-    def on_optimizer_step_start(self, optimizer: Any) -> None:
-        drawn = torch.rand(1, generator=self.torch) + self.python.random() + self.numpy.random()
-        self.buffer = [*self.buffer[-3:], drawn]
-        optimizer.param_groups[0]["lr"] = 0.01 * float(torch.stack(self.buffer).mean())
-
-
-class Warmup(HookContext):
-    """Raises the learning rate with every epoch."""
-
-    def __init__(self) -> None:
-        self.epochs = 0
-
-    def on_enter(self, ctx: Any) -> None:
-        if not ctx.resumed:
-            self.epochs += 1
-            ctx.optimizer.param_groups[0]["lr"] = 0.01 * self.epochs
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epochs": self.epochs}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epochs = state_dict["epochs"]
-
-
-class Largest(HookContext):
-    """Scales gradients by the largest norm so far."""
-
-    def __init__(self) -> None:
-        self.norm = 0.0
-
-    def on_enter(self, ctx: Any) -> None:
-        gradients = [p.grad for p in ctx.optimizer.param_groups[0]["params"]]
-        self.norm = max(self.norm, float(torch.stack([g.norm() for g in gradients]).norm()))
-        for gradient in gradients:
-            gradient.div_(self.norm)
-
-
-def make_hooks() -> PipelineHooks:
-    hooks = PipelineHooks()
-    hooks.register("on_epoch", Warmup())
-    hooks.register("on_optimizer_step", Largest())
-    return hooks
 
 
 class NoisyEngine(Engine):
@@ -283,7 +214,6 @@ class Extension:
         make_data: makes the data module.
         make_engine: makes the engine; ``None`` for the trainer's.
         make_loop: makes the optimizer loop; ``None`` for the default one.
-        make_plugins: makes the plugins.
         refused: the error of a run that has more replicas than processes; empty if any number of
             processes may run it.
         accumulation: how many batches a step has.
@@ -293,7 +223,6 @@ class Extension:
     make_data: Callable[[], DataModule] = Data
     make_engine: Callable[..., Engine] | None = None
     make_loop: Callable[[], OptimizerLoop] | None = None
-    make_plugins: Callable[[], list[Plugin]] = list
     refused: str = ""
     accumulation: int = 2
 
@@ -302,10 +231,7 @@ EXTENSIONS: dict[str, Extension] = {
     "gradient surgery": Extension(Surgery),
     "active learning": Extension(Learner, Growing),
     "a loop with state": Extension(Curve, make_loop=Sharpness),
-    "a GAN by yields": Extension(Gan, refused="optimizer of its own needs one process"),
     "a GAN by hand": Extension(ManualGan, accumulation=1, refused="one process per replica"),
-    "a plugin with three generators": Extension(Curve, make_plugins=lambda: [Noisy()]),
-    "channels": Extension(Curve, make_plugins=lambda: [make_hooks()]),
     "an engine": Extension(Curve, make_engine=NoisyEngine),
 }
 
@@ -325,7 +251,7 @@ def start(folder: Path, name: str, *plugins: Plugin, num_replicas: int = 2) -> N
         chkpt_root=folder,
         num_replicas=num_replicas,
         print_banner=False,
-        plugins=[*extension.make_plugins(), *plugins],
+        plugins=plugins,
         **where,
     )
     if extension.make_loop is not None:

@@ -23,10 +23,10 @@ import torch
 import helios
 from helios.checkpoint import file_names
 from helios.ledger import book, run_file
-from helios.plugins import Plugin
 from helios.state import TrainingState
 from helios.storage import files
 from helios.storage.folder_lock import LOCK_NAME
+from tests.support.quiet import Quiet
 
 OPERATIONS = (
     "make_folder",
@@ -83,7 +83,7 @@ def _about(subject: Any) -> str:
     return "".join(path.suffixes[-2:]) or "folder"
 
 
-class Faults(Plugin):
+class Faults(Quiet):
     """Wraps the file operations of rank 0, writes them down, and lets one of them go wrong.
 
     Its state is large enough for writes inside and behind those of ``torch.save``.
@@ -104,9 +104,6 @@ class Faults(Plugin):
         self.is_hit = False
         self.found: dict[str, Any] = {}
         self.ballast = torch.arange(300_000.0)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"ballast": self.ballast}

@@ -13,6 +13,7 @@ from typing import Any
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from helios.storage import files
+from tests.support.quiet import Quiet
 from tests.support.runs import Outcome, Setting, train
 
 
@@ -21,7 +22,7 @@ def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class KillAt(Plugin):
+class KillAt(Quiet):
     """Kills the process in a named event, at an iteration."""
 
     def __init__(self, event: str, iteration: int) -> None:
@@ -29,9 +30,6 @@ class KillAt(Plugin):
         self.iteration = iteration
         self.now = 0
         setattr(self, event, self._act)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_step_start(self, state: TrainingState) -> None:
         self.now = state.global_iteration

@@ -20,6 +20,7 @@ from helios.hooks.events import EVENTS, Receiver, Verb
 from helios.ledger import Replay
 from helios.plugins import Plugin
 from helios.state import Cursor, TrainingState
+from tests.support.quiet import Quiet
 
 NUM_SAMPLES = 22
 # Lets a test go on in its process after an interruption.
@@ -233,7 +234,7 @@ def _describe(argument: Any) -> Any:
     return type(argument).__name__
 
 
-class EventLog(Plugin):
+class EventLog(Quiet):
     """Hears every event, and notes how many were told before each checkpoint."""
 
     unsaved = ("events", "saves")
@@ -242,9 +243,6 @@ class EventLog(Plugin):
         super().__init__("event-log")
         self.events: list[tuple[Any, ...]] = []
         self.saves: dict[int, int] = {}
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
 
 for _event in EVENTS.values():
@@ -310,7 +308,7 @@ class Outcome:
         }
 
 
-class _EndRecorder(Plugin):
+class _EndRecorder(Quiet):
     """Takes the final state while the run is still there."""
 
     monitor = True
@@ -318,9 +316,6 @@ class _EndRecorder(Plugin):
     def __init__(self) -> None:
         super().__init__("end-recorder")
         self.end: dict[str, Any] = {}
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_end(self) -> None:
         parts = self.trainer._parts
@@ -333,14 +328,8 @@ class _EndRecorder(Plugin):
         }
 
 
-class Requester(Plugin):
+class Requester(Quiet):
     """Asks for a checkpoint in every batch: the next safe point honours it."""
-
-    def __init__(self) -> None:
-        super().__init__("requester")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         self.trainer.request_checkpoint()

@@ -26,6 +26,7 @@ from helios import Unit
 from helios.core.sharded_tensors import whole_of
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 
 IS_ABLE = "set_reduce_scatter_unused_params" in dir(FSDPModule)
@@ -195,16 +196,13 @@ class Data(helios.DataModule):
             self._valid_dataset = self._create_dataset(Words(self.setting.num_valid), params)
 
 
-class Kill(Plugin):
+class Kill(Quiet):
     """Sends SIGKILL to one rank in the backward of an iteration."""
 
     def __init__(self, iteration: int, rank: int) -> None:
         super().__init__("kill")
         self.iteration = iteration
         self.killed_rank = rank
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_backward_start(self, loss: Tensor) -> None:
         is_there = self.context.state.global_iteration == self.iteration

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import helios
-from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.kills import KillAt
+from tests.support.quiet import Quiet
 from tests.support.runs import IndexModule, Setting, digest
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon")
@@ -69,16 +69,10 @@ class Shuffled(helios.Model):
         return (torch.cat(outputs, 1).sum(1) - 1).square().mean()
 
 
-class Report(Plugin):
+class Report(Quiet):
     """Prints on rank 0."""
 
     monitor = True
-
-    def __init__(self) -> None:
-        super().__init__("report")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_end(self) -> None:
         model = self.trainer.model

@@ -36,29 +36,6 @@ _BARRED = {"skip", "skipif", "xfail", "full", "gpu"}
 _LEAVING = {"pytest.skip", "pytest.xfail", "pytest.importorskip"}
 _TEST_FILE = re.compile(r"tests/[\w/]+\.py")
 _TABLE = "| | statement | shown by |\n|---|---|---|\n"
-_HEADINGS = {
-    "E1": "Engines",
-    "S1": "Saving, interruptions, old checkpoints, tools",
-    "S41": "What is state",
-    "U2": "What users of trainers ask for",
-    "P1": "Proof\n\nThe ledger of a run.",
-}
-_HEAD = """# Coverage
-
-Which test shows which statement, from `tests/statements.toml` and from the marks
-`@pytest.mark.shows(...)` of the tests. H1 to H66 are
-those of the quick reference of Helios 1, L1 to L42 those of the reference of replaceable loops, K1
-to K42 those of the ordered hooks, E1 to E43 those of the reference of engines, R1 to R49 those of
-the nested hook channels; C1 to C18 are decisions where two references disagree. S1 to S40 say what
-saving, interruptions, old checkpoints and tools must do, S41 to S77 what state is, and
-U2 to U30 what users of trainers ask for. "waits" names what comes later, "obsolete" what
-took the statement's place. `tests/test_coverage.py` checks that every statement is there once, with
-a test or a reason, and that every test that is marked runs: it is neither skipped nor kept for
-`scripts/test --all`. Where a row names a file of tests without a test, these start processes or
-need more than every machine has: they are kept for `scripts/test --all`, or left out on Windows or
-where a disk cannot be mounted. `scripts/faults.py` plants faults and shows that a test sees each
-of them.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,10 +182,8 @@ def page() -> str:
     for shown in marked_tests():
         for number in shown.numbers:
             tests.setdefault(number, []).append(f"`{shown.test}`")
-    text = f"{_HEAD}\n{_TABLE}"
+    text = _TABLE
     for number, statement in statements().items():
-        if number in _HEADINGS:
-            text += f"\n## {_HEADINGS[number]}\n\n{_TABLE}"
         parts = [", ".join(tests.get(number, [])), statement.note]
         parts += [f"obsolete: {statement.obsolete}"] if statement.obsolete else []
         parts += [f"waits: {statement.waits}"] if statement.waits else []

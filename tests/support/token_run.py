@@ -24,6 +24,7 @@ from helios.ledger.book import FILE_NAME
 from helios.plugins import Plugin
 from helios.plugins.averaging import EMA
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.runs import digest
 
 NAME = "tokens"
@@ -152,16 +153,13 @@ class TokenModel(helios.Model):
         return {"loss": (self._loss(batch) * len(batch[0]), len(batch[0]))}
 
 
-class KillSelf(Plugin):
+class KillSelf(Quiet):
     """Sends SIGKILL to this process when an event of an iteration is told."""
 
     def __init__(self, event: str, iteration: int) -> None:
         super().__init__("kill-self")
         self.iteration = iteration
         setattr(self, event, self._act)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def _act(self, *_: Any) -> None:
         if self.context.state.global_iteration >= self.iteration:
