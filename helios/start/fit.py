@@ -1,4 +1,4 @@
-"""A call of fit, from preparing the data to marking the run as finished; see docs/order.md."""
+"""A call of fit, from preparing the data to marking the run as finished; see docs/design.md."""
 
 from __future__ import annotations
 
