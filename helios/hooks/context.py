@@ -2,7 +2,7 @@
 
 One live object for the whole run, which reads the run. Plugins have it as ``self.context``; a
 :class:`helios.plugins.HookContext` gets it as its argument. Nothing can be assigned: a batch or a
-loss that a hook exchanged there would be taken by some of Helios, and not by the rest.
+loss that a hook replaced there would be used by some parts of Helios, and not by others.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Change:
 
 CHANGES = (
     Change(
-        "map the batch",
+        "replace the batch",
         "return it from `process_*_batch`, in one plugin",
         ("batch", "raw_batch"),
     ),
@@ -82,11 +82,11 @@ CHANGES = (
     ),
     Change(
         "change the loss or the outputs",
-        "return others from `train_step`; a hook cannot",
+        "return other ones from `train_step`; a hook cannot",
         ("loss", "model_outputs"),
     ),
 )
-"""What a hook may change, which the page of events and errors show. It only reads all else."""
+"""What a hook may change; everything else is read-only. The page of events and errors show it."""
 
 
 class Context(Generic[RunModel]):

@@ -166,24 +166,23 @@ class Hooks:
 
     @event(D, verb=Verb.CALL)
     def prepare_data(self) -> None:
-        """Called once, before everything else: download and prepare files."""
+        """Download and prepare files; called once, before everything else."""
 
     @event(P, D, M, verb=Verb.CALL)
     def setup(self) -> None:
-        """Build networks, data and the like."""
+        """Build networks, data sets and the like."""
 
     @event(P, D, M, E)
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called when ``fit`` resumes, with the checkpoint that was read, before it is applied.
 
         Args:
-            checkpoint: the content of the file. What an override adds under keys of its own in
-                :meth:`on_save_checkpoint` is found here.
+            checkpoint: the content of the file, with keys that :meth:`on_save_checkpoint` added.
         """
 
     @event(P, D, M, E)
     def on_checkpoint_loaded(self) -> None:
-        """Called when ``fit`` resumes and all state but that of the random generators is back."""
+        """Called when ``fit`` resumes and all state except random generators is restored."""
 
     @event(P, M)
     def on_fit_start(self) -> None:
@@ -199,11 +198,11 @@ class Hooks:
 
     @event(P, M, E, scope="on_loop")
     def on_training_start(self) -> None:
-        """Called when the training starts or resumes, before ``model.train()``."""
+        """Called when training starts or resumes, before ``model.train()``."""
 
     @event(P, M)
     def on_training_resume(self, state: TrainingState) -> None:
-        """Called after :meth:`on_training_start` when the training resumes from a checkpoint.
+        """Called after :meth:`on_training_start` when training resumes from a checkpoint.
 
         Args:
             state: the counters, as the checkpoint had them.
@@ -284,10 +283,10 @@ class Hooks:
 
     @event(P, M, scope="on_optimizer_step")
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
-        """Called before an optimizer step: gradients are averaged, and not yet clipped.
+        """Called before an optimizer step, with averaged gradients that are not yet clipped.
 
-        This is the last place to call ``context.skip_step``. Not called where ``train_step``
-        makes the step itself.
+        This is the last place to call ``context.skip_step``. Not called if ``train_step`` makes
+        the step itself.
 
         Args:
             optimizer: the optimizer that steps.
@@ -295,10 +294,10 @@ class Hooks:
 
     @event(P, M)
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Called right after the optimizer and its schedulers have moved.
+        """Called right after the optimizer and its schedulers have stepped.
 
         Args:
-            optimizer: the optimizer, whose gradients are still there.
+            optimizer: the optimizer, before its gradients are cleared.
         """
 
     @event(P, M, scope="on_optimizer_step")
@@ -330,26 +329,26 @@ class Hooks:
 
     @event(P, M)
     def on_log(self, scalars: Mapping[str, float], state: TrainingState) -> None:
-        """Called with every set of numbers that is logged: losses, scores, ``context.log``.
+        """Called with every set of logged numbers: losses, scores, ``context.log``.
 
         Args:
-            scalars: the numbers by name. Losses are means, over micro-batches, replicas and the
-                iterations since they were logged before.
+            scalars: the numbers by name. Losses are means over micro-batches, replicas and the
+                iterations since the last log.
             state: the counters.
         """
 
     @event(P, M, verb=Verb.ASK)
     def should_training_stop(self) -> bool:
-        """Return whether training should end regularly after the current window.
+        """Return whether training should end after the current window; the run is then finished.
 
-        Called after each batch, after each validation and at the end of each epoch; it is enough
-        if one receiver returns True.
+        Called after each batch, after each validation and at the end of each epoch; one receiver
+        that returns True is enough.
         """
         return False
 
     @event(P, M, MONITOR, E, scope="on_epoch")
     def on_training_epoch_end(self, current_epoch: int) -> None:
-        """Called when an epoch has ended, before its checkpoint where epochs are counted.
+        """Called when an epoch has ended; before its checkpoint, if the run counts epochs.
 
         Args:
             current_epoch: number of the epoch, from 1.
@@ -357,10 +356,10 @@ class Hooks:
 
     @event(P, D, M, E)
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called with the content of a checkpoint that is written next.
+        """Called with the content of the checkpoint that is about to be written.
 
         Args:
-            checkpoint: the content; an override may add keys of its own.
+            checkpoint: the content; an override may add keys.
         """
 
     @event(P, M, E, scope="on_loop")
@@ -414,7 +413,7 @@ class Hooks:
 
     @event(M, verb=Verb.CALL)
     def have_metrics_improved(self) -> bool:
-        """Return whether the last validation was better than earlier ones; called after each."""
+        """Return whether the last validation improved on earlier ones; called after each."""
         return True
 
     @event(P, M, E, scope="on_loop")

@@ -57,8 +57,8 @@ def test_a_hook_can_assign_nothing_to_the_context(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("batch", "To map the batch, return it from process_*_batch, in one plugin."),
-        ("loss", "To change the loss or the outputs, return others from train_step"),
+        ("batch", "To replace the batch, return it from process_*_batch, in one plugin."),
+        ("loss", "To change the loss or the outputs, return other ones from train_step"),
         ("optimizer", "To change weights, buffers, optimizers and schedulers, change the objects"),
         ("max_step", "To stop, interrupt or save, call request_stop(reason), interrupt(reason)"),
         ("foo", "Keep values of your own in self.foo."),
@@ -88,7 +88,7 @@ SHOWN: list[Any] = []
 
 
 WAYS: dict[str, tuple[str, Callable[..., Any], Callable[[Any], bool]]] = {
-    "map the batch": (
+    "replace the batch": (
         "process_training_batch",
         lambda context, batch, state: 4.0,
         lambda parts: parts.model.weight == -4 - 2,
