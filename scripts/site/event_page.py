@@ -180,7 +180,7 @@ def _sequences() -> str:
         ("After an interruption", _INTERRUPTION_TEXT, parse(INTERRUPTION)),
         ("A step that is a generator", _GENERATOR_TEXT, parse(GENERATOR)),
     )
-    head = "\n## Order of calls\n\n`if` marks calls that may happen, `for each` calls that are repeated.\n"
+    head = "\n## Order of calls\n\n`if` marks calls that may happen, `for each` repeated calls.\n"
     return head + "".join(_sequence(*part) for part in parts)
 
 
