@@ -73,7 +73,7 @@ class CheckpointWriter:
         return None
 
     def has(self, state: TrainingState) -> bool:
-        """Whether a checkpoint of this iteration is committed or in progress; rank 0 looks."""
+        """Return whether rank 0 has a checkpoint of this iteration, committed or in progress."""
         return self._announced == (state.global_epoch, state.global_iteration)
 
     def raise_failure(self) -> None:
@@ -245,7 +245,7 @@ class PlainWriter(CheckpointWriter):
                 self.failure = self.failure or other
 
     def has(self, state: TrainingState) -> bool:
-        """Whether a checkpoint of this iteration is committed or in progress; rank 0 looks."""
+        """Return whether rank 0 has a checkpoint of this iteration, committed or in progress."""
         place = state.global_epoch, state.global_iteration
         is_there = self._is_first and (self._in_flight == place or self._find(place) is not None)
         (is_there,) = self._replicas.agree(is_there)

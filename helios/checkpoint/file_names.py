@@ -152,7 +152,7 @@ def run_name(stem: str) -> str:
 
 
 def belongs_to(path: Path, name: str) -> bool:
-    """Whether a checkpoint belongs to the run of this name, judged by its file name.
+    """Return whether a checkpoint belongs to the run of this name, judged by its file name.
 
     The name of a run, and its metadata, may contain the words ``epoch`` and ``iter`` themselves.
 
@@ -187,34 +187,34 @@ def damaged_path(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file or folder is a committed checkpoint, judged by its name."""
+    """Return whether a file or folder is a committed checkpoint, judged by its name."""
     return path.suffix in _SUFFIXES and parse(path) is not None
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a checkpoint, draft or damaged checkpoint is a folder, judged by its name."""
+    """Return whether a checkpoint, draft or damaged checkpoint is a folder, judged by its name."""
     return _FOLDER.search(path.name) is not None
 
 
 def is_present(path: Path) -> bool:
-    """Whether there is a file, or the folder of a sharded checkpoint."""
+    """Return whether there is a file, or the folder of a sharded checkpoint."""
     return path.is_dir() if is_folder(path) else path.is_file()
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file is an incomplete part of a checkpoint, judged by its name."""
+    """Return whether a file is an incomplete part of a checkpoint, judged by its name."""
     written = path.with_suffix("")
     is_part = written.suffix in (*_SUFFIXES, SIDECAR_SUFFIX)
     return path.suffix == TEMPORARY_SUFFIX and is_part and parse(path) is not None
 
 
 def is_damaged(path: Path) -> bool:
-    """Whether a file or folder was put aside as damaged, judged by its name."""
+    """Return whether a file or folder was put aside as damaged, judged by its name."""
     return path.suffix == DAMAGED_SUFFIX and parse(path) is not None
 
 
 def is_damaged_checkpoint(path: Path) -> bool:
-    """Whether it is a checkpoint, not a sidecar, that was put aside as damaged."""
+    """Return whether it is a checkpoint, not a sidecar, that was put aside as damaged."""
     return is_damaged(path) and not set(_SUFFIXES).isdisjoint(path.suffixes)
 
 
@@ -304,7 +304,7 @@ def search(
 
 
 def is_gone(path: Path) -> bool:
-    """Whether the file was deleted; one that cannot be accessed was not."""
+    """Return whether the file was deleted; one that cannot be accessed was not."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

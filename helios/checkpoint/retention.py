@@ -82,7 +82,7 @@ def plan(
 
 
 def needs_sidecars(options: CheckpointStore) -> bool:
-    """Whether the rules need more than the names of the files."""
+    """Return whether the rules need more than the names of the files."""
     return options.keep_every is not None or options.keep_best is not None
 
 

@@ -128,7 +128,7 @@ class Arguments:
 
 
 def _holds_objects(value: Any) -> bool:
-    """Whether a default is an object that no file can hold, or a list of such objects."""
+    """Return whether a default is an object that no file can hold, or a list of such objects."""
     found = value if isinstance(value, list | tuple) and value else [value]
     return all(isinstance(each, Plugin | Engine) for each in found)
 

@@ -1,7 +1,7 @@
-"""The events: typed methods of :class:`Hooks`, each with a decorator that says who receives it.
+"""The events: typed methods of :class:`Hooks`, each with a decorator that names its receivers.
 
-The table of events, ``docs/hooks.md`` and the bus are made of these methods; they stand in the
-order in which the events occur.
+The table of events, ``docs/hooks.md`` and the bus are made from these methods, in the order in
+which the events occur.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ def asks_nothing(method: Method) -> Method:
 
 
 def may_ask(method: Callable[..., object]) -> bool:
-    """Whether a method lacks the mark of :func:`asks_nothing`."""
+    """Return whether a method lacks the mark of :func:`asks_nothing`."""
     function = getattr(method, "__func__", method)
     return getattr(function, "_helios_asks_nothing", None) is not function
 
 
 def is_silent(method: Callable[..., object]) -> bool:
-    """Whether a method has the mark of :func:`silent`."""
+    """Return whether a method has the mark of :func:`silent`."""
     function = getattr(method, "__func__", method)
     return getattr(function, "_helios_silent", None) is function
 
@@ -160,8 +160,8 @@ class Hooks:
 
     Override what you need. A method that is not overridden is not called, so it costs nothing; nor
     is one that the class does not receive. ``state`` is the live
-    :class:`~helios.state.TrainingState`: copy what you keep. Losses, batches and optimizers belong
-    to the run: change them only where a method says that you may.
+    :class:`~helios.state.TrainingState`: copy values that you keep. Losses, batches and optimizers
+    belong to the run: change them only where a method says that you may.
     """
 
     @event(D, verb=Verb.CALL)
@@ -488,7 +488,7 @@ class Hooks:
 
     @event(D, P, M)
     def teardown(self) -> None:
-        """Called at the end of every call, also after an exception: release what you took."""
+        """Called at the end of every call, also after an exception: release resources."""
 
 
 EVENTS: dict[str, Event] = {

@@ -186,7 +186,7 @@ def find(tree: Any, name: str) -> Any:
 
 
 def is_old(tree: Any) -> bool:
-    """Whether a tree is the content of a file that helios-ml wrote."""
+    """Return whether a tree is the content of a file that helios-ml wrote."""
     is_ours = find(tree, file_names.KEY_SCHEMA) is not None
     return not is_ours and find(tree, file_names.KEY_TRAINING_STATE) is not None
 
@@ -227,7 +227,7 @@ def _is_split(model: Any) -> bool:
 
 
 def _counts_from_zero(state: Mapping[str, Any], stem: str) -> bool:
-    """Whether the current epoch counts from 0, as in releases 0.1 by iterations.
+    """Return whether the current epoch counts from 0, as in releases 0.1 by iterations.
 
     Their files have no version. Epochs are of one length, so the counters decide in most cases; in
     the others the name may.

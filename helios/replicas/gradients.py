@@ -289,7 +289,7 @@ class GradientSum:
             yield
 
     def _agree_on_hooks(self) -> bool:
-        """Whether no parameter has other hooks; agreed once for each set of parameters."""
+        """Return whether no parameter has other hooks; agreed once for each set of parameters."""
         trained = self._flat.trained()
         known = tuple(number for number, _ in trained)
         if known not in self._may_send:

@@ -264,7 +264,7 @@ class Bars:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Whether a stream is a terminal with room for bars; some terminals report 0 columns."""
+    """Return whether a stream is a terminal with room for bars; some terminals report 0 columns."""
     try:
         return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
     except OSError:

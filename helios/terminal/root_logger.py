@@ -112,7 +112,7 @@ class _Tuned:
         return logging.INFO if is_default else self._root.level
 
     def _is_shown(self, record: logging.LogRecord) -> bool:
-        """Whether a record passes the level that its logger would have without the log file."""
+        """Return whether a record passes the level that its logger has without a log file."""
         logger: logging.Logger | None = logging.getLogger(record.name)
         while logger is not None and logger is not self.logger:
             if logger.level:

@@ -163,7 +163,7 @@ def test_a_batch_that_ends_every_worker_is_named(
     assert "was ended by SIGKILL" in line
     assert line.endswith("New workers take their place.")
     text = str(caught.value)
-    assert "They did not fetch batch 4 of epoch 1 with the samples [8, 9]. See" in text
+    assert "They did not fetch batch 4 of epoch 1 with the samples [8, 9]. Find" in text
     assert text.count("SIGKILL") == 3
     batches.close()
     assert multiprocessing.active_children() == []
