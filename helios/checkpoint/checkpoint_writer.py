@@ -32,13 +32,13 @@ from helios.storage.staging import HostBuffers
 _LOGGER = logging.getLogger(__name__)
 
 Describe: TypeAlias = Callable[[dict[str, Any]], PendingCheckpoint]
-"""Completes a payload on rank 0, as hooks have left it, and says where and how it is written."""
+"""Completes a payload on rank 0 after its hooks, and returns where and how to write it."""
 
 
 class CheckpointWriter:
-    """The saves of a run that writes nothing, as in a replay, and the base of those that do.
+    """The saves of a run that writes nothing, as in a replay, and the base of other writers.
 
-    All processes call each method together, unless it says otherwise.
+    All processes must call each method together, unless it says otherwise.
 
     Args:
         newest: the checkpoint that the run starts from; ``None`` without one.
@@ -46,7 +46,7 @@ class CheckpointWriter:
 
     Attributes:
         newest: the newest checkpoint that was begun; on rank 0, of those that are committed.
-        failure: the error of a save of this process that must end the training, else ``None``.
+        failure: the error of a save of this process that must end the run, or ``None``.
     """
 
     def __init__(self, newest: Path | None = None, place: tuple[int, int] | None = None) -> None:
@@ -77,7 +77,7 @@ class CheckpointWriter:
         return self._announced == (state.global_epoch, state.global_iteration)
 
     def raise_failure(self) -> None:
-        """Raise the error of a failed save that must end the training, in all processes."""
+        """Raise the error of a failed save that must end the run, in all processes."""
 
     def wait(self) -> Path | None:
         """Wait until this process writes nothing; returns the newest checkpoint."""
@@ -87,7 +87,7 @@ class CheckpointWriter:
         """Wait until all checkpoints are on the disk.
 
         Args:
-            conclude: is called on rank 0 then, with the newest one.
+            conclude: called on rank 0 afterwards, with the newest one.
 
         Raises:
             SaveError: in all processes, if the disk refused the last checkpoint.
@@ -95,11 +95,11 @@ class CheckpointWriter:
         """
 
     def close(self) -> None:
-        """Wait for the save in progress, whatever has happened, and release the memory."""
+        """Wait for the save in progress, also after an error, and release the memory."""
 
 
 class PlainWriter(CheckpointWriter):
-    """Saves checkpoints of models that are whole: rank 0 writes them.
+    """Saves checkpoints of unsharded models: rank 0 writes them.
 
     Args:
         folder: the run's folder, with its options.
@@ -259,7 +259,7 @@ class PlainWriter(CheckpointWriter):
             return None
 
     def raise_failure(self) -> None:
-        """Raise the error of a failed save that must end the training, in all processes."""
+        """Raise the error of a failed save that must end the run, in all processes."""
         on_first(self._replicas, self._raise_own_failure)
 
     def _raise_own_failure(self) -> None:
@@ -287,17 +287,17 @@ class PlainWriter(CheckpointWriter):
             path, error = self._refused
             raise SaveError(
                 f"The last checkpoint, {path}, {self._describe_fate(path)}: {error}. The newest "
-                f"safe one is {self._newest_name}. Make room or correct the permissions, and run "
-                "the same command again: it repeats what is missing, with the same bits."
+                f"safe one is {self._newest_name}. Free disk space or fix the permissions, and run "
+                "the same command again: it repeats the missing steps, with the same bits."
             ) from error
 
     def close(self) -> None:
-        """Wait for the save in progress, whatever has happened, and release the memory."""
+        """Wait for the save in progress, also after an error, and release the memory."""
         self._thread.close()
 
 
 class ShardedWriter(PlainWriter):
-    """Saves checkpoints of models that are sharded: each process writes what it holds.
+    """Saves checkpoints of sharded models: each process writes its shards.
 
     The processes write together, in a thread of each with a group of its own. Rank 0 commits, and
     decides whether a failure ends the training.
@@ -388,7 +388,7 @@ class WriterThread:
         pins: whether what it writes is on CUDA devices.
 
     Attributes:
-        buffers: the memory of the copies; ``None`` where nothing is copied.
+        buffers: the memory of the copies; ``None`` if nothing is copied.
     """
 
     def __init__(
@@ -403,7 +403,7 @@ class WriterThread:
         self._is_idle.set()
 
     def copying(self, make: Callable[[HostBuffers | None], Result]) -> Result:
-        """Return what a function makes, with copies if memory allows; else it gets ``None``."""
+        """Return the result of a function, which gets buffers, or ``None`` if memory is short."""
         if self.buffers is not None:
             try:
                 return make(self.buffers)

@@ -35,7 +35,7 @@ _ROWS = ".distcp"
 
 
 class Contents(ABC):
-    """What a checkpoint consists of.
+    """The content of a checkpoint.
 
     Args:
         path: the ``.pth`` file or ``.ckpt`` folder.
@@ -43,7 +43,7 @@ class Contents(ABC):
     Attributes:
         path: as given.
         record_path: the file of the record.
-        watch: called with numbers of bytes while they are compared; ``None`` if nobody asks.
+        watch: called with numbers of bytes while they are compared; ``None`` for none.
     """
 
     def __init__(self, path: Path, record_path: Path) -> None:
@@ -58,7 +58,7 @@ class Contents(ABC):
 
     @abstractmethod
     def compare_bytes(self, sidecar: Sidecar | None, share: RowShare | None = None) -> bool:
-        """Compare the bytes with what was written.
+        """Compare the bytes with those that were written.
 
         Args:
             sidecar: holds the digest; without one, the checksums of the container's records are
@@ -155,7 +155,7 @@ class ShardedFolder(Contents):
 
     Args:
         path: the folder.
-        sidecar: knows its files; without one, only reading them can show damage.
+        sidecar: knows its files; without one, only reading them can reveal damage.
 
     Raises:
         DamagedCheckpointError: if a file is missing, or has another size than when it was written.
@@ -214,7 +214,7 @@ class ShardedFolder(Contents):
         return is_verified
 
     def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:
-        """Read the record, and sharded tensors whole or not yet; see the base."""
+        """Read the record, and sharded tensors in full or deferred; see the base."""
         from helios.storage import codec
 
         find = self._make_finder(() if share is None else share.prefixes)

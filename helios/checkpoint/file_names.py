@@ -20,12 +20,12 @@ from helios.storage.files import TEMPORARY_SUFFIX, as_local_path, find_free
 Found = TypeVar("Found")
 
 SCHEMA = 5
-"""Version of the format; a file with a higher one is not read."""
+"""Version of the format; files with a higher one are refused."""
 FIRST_SCHEMA = 5
-"""That of the first release; only development versions wrote files with a lower one."""
+"""The version of the first release; files with a lower one are refused."""
 
 CONFIG_NAME = "config.yaml"
-"""The file of the options of a command line that has started a run."""
+"""The file with the command-line options of a run."""
 
 # The keys that are read without decoding the file; `record` has all of them.
 KEY_SCHEMA = "schema"
@@ -214,15 +214,15 @@ def is_damaged(path: Path) -> bool:
 
 
 def is_damaged_checkpoint(path: Path) -> bool:
-    """Return whether it is a checkpoint, not a sidecar, that was put aside as damaged."""
+    """Return whether a file is a checkpoint, not a sidecar, that was put aside as damaged."""
     return is_damaged(path) and not set(_SUFFIXES).isdisjoint(path.suffixes)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """Return the committed checkpoints directly in a folder, oldest first.
 
-    A running training commits a checkpoint and then deletes older ones: one listing of a large
-    folder may miss both. The folder is listed until nothing changes in between.
+    A running script commits a checkpoint and then deletes older ones: one listing of a large folder
+    may miss both. The folder is listed again until nothing has changed.
     """
     found = list_checkpoints(folder)
     for _ in range(_MAX_LISTINGS):
@@ -273,8 +273,8 @@ def listings(folder: Path) -> Iterator[list[Path]]:
     for _ in range(_MAX_LISTINGS):
         yield find_checkpoints(folder)
     raise CheckpointError(
-        f"The checkpoints in {folder} could not be read: a running training deleted each of them "
-        "before it was read to the end. Let that run save less often, or keep more with "
+        f"The checkpoints in {folder} could not be read: a running script deleted each of them "
+        "before it was read completely. Save less often in that run, or keep more with "
         "CheckpointStore(keep_last=...)."
     )
 

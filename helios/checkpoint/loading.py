@@ -1,8 +1,8 @@
 """The checks of one checkpoint, and its loading, which is these checks up to the first fault.
 
-A file is damaged only if its bytes are not those that were written: an intact file that cannot be
-used here must never be renamed as damaged. Tools run the same checks without reading tensors, and
-report what they find: :mod:`helios.checkpoint.status`.
+A file is damaged only if its bytes have changed: an intact file that cannot be used here must never
+be renamed as damaged. Tools run the same checks without reading tensors, and report the results:
+:mod:`helios.checkpoint.status`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COUNTERS = ("global_epoch", "global_iteration")
 
 
 class Condition(Enum):
-    """What a file means to a start of ``fit``."""
+    """What a start of ``fit`` can do with a file."""
 
     GOOD = "good"
     DAMAGED = "damaged"
@@ -57,7 +57,7 @@ class Checked(Enum):
 
 
 class Depth(IntEnum):
-    """What of a file is read besides its sidecar; each level includes those before it.
+    """How much of a file is read besides its sidecar; each level includes those before it.
 
     The header is the directory of the container. Without a sidecar, the structure is read with it,
     which takes a second for some ten thousand tensors.
@@ -69,12 +69,12 @@ class Depth(IntEnum):
 
 
 Check: TypeAlias = tuple[Callable[[], None], Condition]
-"""A check, and what a file is that cannot be used for another reason than damage."""
+"""A check, and the condition of a file that fails it without being damaged."""
 
 
 @final
 class FileChecks:
-    """The checks of one file, in the order of its methods, and the facts that they have found.
+    """The checks of one file, in the order of its methods, and their results.
 
     Args:
         path: the ``.pth`` file or ``.ckpt`` folder; its sidecar is expected beside it.
@@ -88,7 +88,7 @@ class FileChecks:
         sidecar: its sidecar, if there is one and it can be read.
         checked: how its bytes were compared.
         tree: its content; ``None`` until it is read.
-        names: types and functions that it refers to, as no checkpoint does.
+        names: types and functions that it refers to but a checkpoint never does.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class FileChecks:
     def _foreign(self, reason: str) -> IncompatibleCheckpointError:
         return IncompatibleCheckpointError(
             f"{self.path} is not a checkpoint of Helios: {reason}. Move it to another folder, or "
-            "correct the path."
+            "fix the path."
         )
 
 
@@ -306,7 +306,7 @@ def load_present(
     maps: bool = False,
     share: RowShare | None = None,
 ) -> Loaded:
-    """Load a file that a running training may delete at any moment; see :func:`load`.
+    """Load a file that a running script may delete at any moment; see :func:`load`.
 
     Raises:
         FileNotFoundError: if the file was deleted, before or during reading.
@@ -353,10 +353,10 @@ def _load(file: FileChecks, safe_types: list[Any], *, maps: bool) -> Loaded:
 
 
 def gone_text(path: Path) -> str:
-    """Return the message for a file that does not exist, or no longer."""
+    """Return the message for a file that does not exist, or no longer exists."""
     return (
-        f"There is no file at {path}. A running training may have deleted it in the meantime, if "
-        "it keeps only some checkpoints: use a newer one. Otherwise, correct the path."
+        f"There is no file at {path}. A running script may have deleted it meanwhile, if it "
+        "keeps only some checkpoints: use a newer one. Otherwise, fix the path."
     )
 
 
@@ -364,9 +364,9 @@ def check_agreement(name: str, payload: dict[str, Any], sidecar: Sidecar | None)
     """Compare the facts in name, sidecar and payload.
 
     Raises:
-        DamagedCheckpointError: if they disagree on (epoch, iteration) or ``num_replicas``, as
-            after files were swapped. Files of another program, which do not say how many replicas
-            trained them, keep its names, and are not compared.
+        DamagedCheckpointError: if they disagree on (epoch, iteration) or ``num_replicas``, as after
+            files were swapped. Files of another program, without a number of replicas, keep its
+            names, and are not compared.
     """
     if not payload[file_names.KEY_NUM_REPLICAS] and (sidecar is None or not sidecar.names_run):
         return

@@ -36,7 +36,7 @@ class StepLog:
             weight: how many parts it is the mean of; ``None`` for the samples of the batch.
 
         Raises:
-            ArgumentTypeError: for a name that is no string, and for a value that is no number.
+            ArgumentTypeError: for a name that is not a string, or a value that is not a number.
             ArgumentError: if no weight is given, and the samples of the batch are not known.
         """
         # Operations on Python's floats are those of float64, and cost a tenth.

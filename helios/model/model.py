@@ -234,7 +234,7 @@ class Model(Hooks, ABC):
         Raises:
             UsageError: outside of these steps, where ``self.context.log`` logs a number.
             ArgumentError: without a weight, if the number of samples in the batch is unknown.
-            ArgumentTypeError: for a value that is no number.
+            ArgumentTypeError: for a value that is not a number.
         """
         if self._step_log is None:
             raise UsageError(

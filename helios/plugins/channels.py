@@ -524,8 +524,7 @@ class PipelineHooks(Plugin):
             self._scopes.unwind(exception=exception)
 
     def on_fit_end(self) -> None:
-        """Exit contexts that an interruption has left open, since their end events are not
-        emitted."""
+        """Exit contexts that an interruption has left open, without their end events."""
         self._scopes.unwind()
 
     def teardown(self) -> None:

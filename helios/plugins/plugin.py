@@ -127,8 +127,7 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
         return self._unique_overrides
 
     def configure_trainer(self, trainer: Trainer) -> None:
-        """Register in a trainer; called by users. Override it, for example, to add exception
-        types."""
+        """Register in a trainer; called by users. Override it to add exception types, say."""
         self._register_in_trainer(trainer)
 
     def _register_in_trainer(self, trainer: Trainer) -> None:

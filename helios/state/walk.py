@@ -1,4 +1,4 @@
-"""Writes down what an owner holds at one time: one walk, the code of each value, and marks."""
+"""Records the content of an owner at one time: one walk, the code of each value, and marks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _OF_OTHERS = (
 
 @final
 class Walk(Coder):
-    """What an owner holds beside its anchors.
+    """The content of an owner besides its anchors.
 
     Args:
         owner: the owner.
@@ -197,7 +197,7 @@ class Walk(Coder):
     # ---- values
 
     def refer(self, path: str, part: Any) -> dict[str, Any] | None:
-        """Return a reference to an anchor, or to what was met before."""
+        """Return a reference to an anchor, or to an earlier value."""
         name = self.anchors.name_of(part)
         if name is not None:
             return {TAG: "ref", "name": name}
@@ -346,7 +346,7 @@ Form = list[Any]
 
 @final
 class Snapshot:
-    """What an owner holds at one time.
+    """The content of an owner at one time.
 
     Args:
         owner: the object.
@@ -377,7 +377,7 @@ class Snapshot:
         }
 
     def mark(self, value: Any) -> bytes:
-        """Return what is equal for equal content, with anchors and values by their names."""
+        """Return a mark that is equal for equal content, with anchors and values by their names."""
         if self._names is None:
             self._names = {**self.walk.names, **self.anchors.names}
         # A name says nothing of the content of what has it.
@@ -388,7 +388,7 @@ class Snapshot:
         return mark
 
     def mark_of_content(self, value: Any) -> bytes:
-        """Return what is equal for equal content, with all elements of tensors and containers."""
+        """Return a mark that is equal for equal content, with the elements of tensors and containers."""
         if self._names_of_objects is None:
             self._names_of_objects = {
                 id(part): name
@@ -450,7 +450,7 @@ class Snapshot:
         return f"a new {kind}" if is_new and kind else kind
 
     def odd_networks(self) -> Iterator[tuple[str, Network]]:
-        """Yield the networks of which user code says what their ``state_dict`` holds."""
+        """Yield the networks whose ``state_dict`` user code overrides."""
         for path, module in self.anchors.of_kind(nn.Module, with_inner=True).items():
             network = self.anchors.network(module)
             if is_odd(network):

@@ -200,10 +200,10 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def as_local_path(name: str, value: str | Path) -> Path:
-    """Return a path of the file system; ``file:///...`` is taken as one.
+    """Return a path of the file system; ``file:///...`` is accepted.
 
     Args:
-        name: what the path was given as, for the message.
+        name: the name of the argument, for the message.
         value: the path.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The tensors of a payload on their way to a file: without unused memory, and copied to the host.
+"""Prepares the tensors of a payload for a file: without unused memory, and copied to the host.
 
 Training continues while the copies are written. Their memory is reused: writing to a new page takes
 several times as long as to one in use.

@@ -127,7 +127,7 @@ def test_what_training_makes_of_tensors_resumes_everywhere(
 @pytest.mark.shows("S51")
 def test_what_no_resume_can_make_again_is_refused_at_the_save(tmp_path: Path) -> None:
     with pytest.raises(
-        StateError, match=r"match what setup\(\) creates.*optimizer \(updates what no"
+        StateError, match=r"match what setup\(\) creates.*optimizer \(updates tensors that no"
     ):
         train_to_end(tmp_path, Pruning())
     (*_, last) = sorted(tmp_path.glob("*/*.pth"))
