@@ -74,7 +74,7 @@ class Arguments:
         self._parser = jsonargparse.ArgumentParser(
             prog=program,
             usage=f"{program} [options]",
-            description="Options may stand in several files; later ones win.",
+            description="Options may be in several files; later ones win.",
             exit_on_error=False,
         )
         self._parser.add_argument("--config", action="config", help="a YAML file with options")
@@ -111,7 +111,7 @@ class Arguments:
         checkpoint = tree.pop("checkpoint", "auto")
         for name in _find_hidden("", tree):
             raise ArgumentError(
-                f"--{name} is a secret, which the file of a run does not hold. Pass it again."
+                f"--{name} is a secret, so the file of the run lacks it. Pass it again."
             )
         made = self._parser.instantiate(found)
         model, data = (vars(made[name]) if name in made else {} for name in ("model", "data"))

@@ -71,7 +71,7 @@ class RankQueue:
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """What a rank has to know.
+    """The settings of a rank.
 
     Attributes:
         info: its ranks and the number of processes.

@@ -1,8 +1,8 @@
 """Converts what helios-ml, the earlier package, wrote into its files to the format of Helios.
 
-Its objects are read as inert stubs that know their names and parts; here each of them becomes a
-plain value, and the whole the content of a checkpoint of the present schema. The package itself is
-never imported, and nothing in a file is called.
+Its objects are read as inert stubs with their names and parts; here they become plain values, and
+the file the content of a checkpoint of the current schema. The old package is never imported, and
+nothing in a file is called.
 """
 
 from __future__ import annotations

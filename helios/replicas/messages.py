@@ -1,8 +1,9 @@
 """Sends tensors between single processes, and messages in the rounds of a sum, which cost none.
 
-2^k processes send to partners at distances 1, 2, 4, ...: each time every process passes on what it
-has received so far, and twice as many know it. Otherwise each process sends to all others at once.
-``tree_reducer`` adds the gradients in the same rounds, so that a message needs no extra ones.
+2^k processes send to partners at distances 1, 2, 4, ...: each time every process forwards
+everything that it has received, so the number of receivers doubles. Otherwise each process sends to
+all others. ``tree_reducer`` adds the gradients in the same rounds, so that a message needs no extra
+ones.
 """
 
 from __future__ import annotations

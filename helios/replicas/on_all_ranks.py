@@ -1,7 +1,7 @@
-"""What all processes do at once, and fail at together.
+"""Work that all processes do together, and that fails in all of them.
 
-An error that only one process can see, such as a damaged checkpoint, would leave the others waiting
-in a collective: it is raised in all of them, with the same type and message.
+An error that only one process can detect, such as a damaged checkpoint, would leave the others
+waiting in a collective: it is raised in all of them, with the same type and message.
 """
 
 from __future__ import annotations

@@ -388,7 +388,7 @@ class Snapshot:
         return mark
 
     def mark_of_content(self, value: Any) -> bytes:
-        """Return a mark that is equal for equal content, with the elements of tensors and containers."""
+        """Return a mark that is equal for equal content, down to elements of tensors."""
         if self._names_of_objects is None:
             self._names_of_objects = {
                 id(part): name
