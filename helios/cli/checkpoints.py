@@ -72,9 +72,7 @@ def find_checkpoint(place: str, *, takes_best: bool) -> Path:
         return folder.start or folder.files[-1].path
     ranking = rank_files(folder.files)
     if ranking.path is None:
-        raise CheckpointError(
-            f"No checkpoint in {path} has a score to rank it. Pass a file."
-        )
+        raise CheckpointError(f"No checkpoint in {path} has a score to rank it. Pass a file.")
     if ranking.lacks_best:
         output.warn(f"the best validation has no checkpoint: {ranking.best}.")
     return ranking.path

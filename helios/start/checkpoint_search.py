@@ -356,8 +356,8 @@ def _rank(folder: RunFolder, rule: BestRule | None, run_name: str) -> Ranking:
     best = "" if ranking.best is None else f"The best validation: {ranking.best}. "
     raise CheckpointError(
         f'Trainer.test(checkpoint="best") needs a checkpoint of the run {run_name!r} with the '
-        f"score{'' if metric is None else f' {metric!r}'}, but there is none. {best}"
-        f"{_describe(folder)}Their scores: {', '.join(names) or 'none'}. Correct the metric, or "
+        f"score{'' if metric is None else f' {metric!r}'}, but there is none. "
+        f"{best}{_describe(folder)}Their scores: {', '.join(names) or 'none'}. Fix the metric, or "
         "set chkpt_frequency and valid_frequency so that a checkpoint follows a validation."
     )
 
@@ -401,7 +401,7 @@ def _list_runs(path: Path) -> str:
     if not names:
         return f"{root} {'holds no runs' if root.is_dir() else 'does not exist'}: check chkpt_root."
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"The runs there are: {', '.join(names[:_MAX_NAMES])}{more}. Correct the save_name."
+    return f"The runs there are: {', '.join(names[:_MAX_NAMES])}{more}. Pass the save_name of one."
 
 
 def _describe(folder: RunFolder | None) -> str:

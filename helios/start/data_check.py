@@ -35,7 +35,7 @@ from helios.state.values import is_large
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_SHOWN = 8
-_UNKNOWN = "Whether the training data is the same as before cannot be checked: %s depends on %s."
+_UNKNOWN = "It cannot be checked whether the training data is the same as before: %s depends on %s."
 
 
 class _Trained(NamedTuple):
@@ -101,8 +101,8 @@ class DataCheck:
             self._suspect = alone
         elif alone != first:
             self._warn(
-                "The training data is not reproducible: %s gives other content each time it is "
-                "fetched, in the same state and under the same key, so a resumed run differs from "
+                "The training data is not reproducible: %s has different content each time it is "
+                "fetched, in the same state and with the same seed, so a resumed run differs from "
                 "an uninterrupted one. Draw from random, torch or numpy.random, which Helios "
                 "seeds for each batch, and read neither times nor unordered sets.",
                 place,
@@ -224,17 +224,18 @@ def _describe(trained: _Trained, seen: _Seen) -> str:
     if len(seen.samples) > _MOST_SHOWN:
         shown += f" and {len(seen.samples) - _MOST_SHOWN} more"
     if seen.error:
-        what = f"cannot be fetched any more ({seen.error})"
+        what = f"can no longer be fetched ({seen.error})"
     elif seen.data[0] != trained.data[0]:
-        what = f"had other samples than {shown}, which its place in the order gives now"
+        what = f"had other samples than {shown}, which are now at its place in the order"
     else:
         what = f"has other content now; its first sample is {seen.samples[0]!r} (of {shown})"
     return (
-        f"The training data is not what the run was trained on: the batch of iteration "
+        "The training data is not what the run was trained on: the batch of iteration "
         f"{trained.iteration} (epoch {trained.epoch + 1}, batch {trained.batch + 1}) {what}. So "
-        "samples may be trained on twice or never, or be validated as well, and the results differ "
-        "from those of an uninterrupted run. If the data is split or changed at random, draw in "
-        "setup() from random, torch or numpy.random, which Helios seeds, or from a generator with "
-        "a fixed seed. If a hook sets what samples depend on, let on_training_resume set it, too. "
-        "Else bring back the files, transforms and libraries of the last start."
+        "samples may be trained on twice or never, or may also be in the validation data, and the "
+        "results differ from those of an uninterrupted run. If the data is split or changed at "
+        "random, draw in setup() from random, torch or numpy.random, which Helios seeds, or from "
+        "a generator with a fixed seed. If samples depend on a value that a hook sets, set it in "
+        "on_training_resume, too. Otherwise restore the files, transforms and libraries of the "
+        "last start."
     )

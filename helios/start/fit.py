@@ -137,8 +137,8 @@ def _refuse_again(run: Run) -> None:
     if run.is_again:
         raise UsageError(
             f"The run {run.name!r} in {run.folder} was finished by an earlier fit of this script, "
-            "so this one would train nothing. Give each model a save_name of its own, such as "
-            'Net("fold-2"), or pass Trainer(resume="never") to train it anew.'
+            "so this one would train nothing. Give each model its own save_name, such as "
+            'Net("fold-2"), or pass Trainer(resume="never") to train from scratch.'
         )
 
 

@@ -123,7 +123,7 @@ def _find_level(
     if compiled:
         return Level.ORDER, f"torch.compile with inductor ({', '.join(compiled)})"
     if source.resumes_by != ByPosition():
-        return Level.RESTART, "the training loader has a state or a split of its own"
+        return Level.RESTART, "the training loader has its own state or split"
     if engine.replicas.has_single_replica:
         return (
             Level.RESTART,
@@ -202,7 +202,7 @@ def _find_sync_batch_norms(model: Model) -> Iterator[str]:
 
 _LOGGER = logging.getLogger(__name__)
 _REASON = (
-    "its state does not bring back the next batch: its state_dict() must hold everything that the "
+    "its state does not restore the next batch: its state_dict() must hold everything that the "
     "next batch depends on"
 )
 
@@ -237,7 +237,7 @@ def determine_trust(source: Source, record: Record | None, *, can_save: bool) ->
     if is_kept is not False:
         return _claimed(tried if is_kept else word)
     _LOGGER.warning(
-        "The state of %s does not bring back the next batch: a copy that loaded it gave another "
+        "The state of %s does not restore the next batch: a copy that loaded it returned another "
         "one. A resumed run would train on other samples, so the level of this run is incomplete. "
         "Save everything that the next batch depends on in state_dict() (e.g. the content of a "
         "shuffle buffer), remove the buffer, or use a map-style data set with create_dataloader.",
@@ -265,7 +265,8 @@ def _judge_stream(source: StreamSource, record: Record | None, *, can_save: bool
         source.uses_state = True
         return _claimed(f"claimed by {name}, tried at the first start")
     _LOGGER.info(
-        "The parts of the stream have no state that brings back the next batch, so a resume inside "
-        "an epoch reads the epoch again up to its position. This changes no bit, but takes time."
+        "The parts of the stream have no state that restores the next batch, so a resume inside "
+        "an epoch reads the epoch again up to its position. This takes time, but does not affect "
+        "the results."
     )
     return Findings()

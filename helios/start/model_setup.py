@@ -89,8 +89,8 @@ def _bind_setup(model: Model, *, is_inference: bool) -> Callable[[], None]:
         signature.bind(fast_init=is_inference)
     except TypeError as error:
         raise ArgumentTypeError(
-            f"{place} must take no arguments, or fast_init=False, but takes {signature}. Correct "
-            "the parameters of the method."
+            f"{place} must take no arguments, or fast_init=False, but takes {signature}. Fix the "
+            "parameters of the method."
         ) from error
     return partial(model.setup, fast_init=is_inference)
 
@@ -150,8 +150,8 @@ def set_train_mode(model: Model, *, warns: bool) -> None:
     if warns and (named := [path for path in resting if path in usual]):
         _LOGGER.warning(
             "Put into training mode: %s. setup() left it in evaluation mode, as from_pretrained "
-            "does, where dropout is off and running statistics stand still. To train it like that, "
-            'start a new run with Model.train_mode = "keep".',
+            "does, where dropout is off and running statistics do not change. To train it in that "
+            'mode, start a new run with Model.train_mode = "keep".',
             ", ".join(named),
         )
     names: dict[nn.Module, str] = {}
@@ -162,9 +162,9 @@ def set_train_mode(model: Model, *, warns: bool) -> None:
         first = [*names.values()][:3]
         _LOGGER.warning(
             "%d of %d modules are in evaluation mode after setup(), in networks that are trained: "
-            "%s. There dropout is off and running statistics stand still. Start a new run with "
+            "%s. There, dropout is off and running statistics do not change. Start a new run with "
             'Model.train_mode = "all" to put all networks into training mode, or with "keep" if '
-            "this is meant.",
+            "this is intended.",
             len(names),
             count,
             ", ".join([*first, "..."] if len(names) > len(first) else first),
@@ -197,7 +197,7 @@ def _find_resting(network: nn.Module, path: str = "") -> dict[nn.Module, str]:
 
 
 def _has_own_train(network: nn.Module) -> bool:
-    """Whether a class of the network, or one of its objects, decides about modes by itself."""
+    """Return whether a class or an object of the network sets modes by itself."""
     usual = nn.Module.train
     return any(getattr(part.train, "__func__", None) is not usual for part in network.modules())
 
@@ -225,5 +225,5 @@ def _find_checkpointed(
     networks = model.discovery.modules()
     found = find_in_networks(networks, chosen)
     check_checkpointable(networks, found)
-    _LOGGER.info("Activations of the units %s are computed again in backward.", ", ".join(found))
+    _LOGGER.info("Activations of the units %s are recomputed in backward.", ", ".join(found))
     return found

@@ -48,7 +48,7 @@ def require_writable(options: Options, save_name: str) -> None:
     except OSError as error:
         raise ArgumentError(
             "Trainer(chkpt_root=...) must be a folder that can be created and written to, got "
-            f"{str(options.chkpt_root)!r}: {error}. Pass another one, or correct its permissions. "
+            f"{str(options.chkpt_root)!r}: {error}. Pass another one, or fix its permissions. "
             "Omit chkpt_root to train without checkpoints."
         ) from error
 
@@ -307,8 +307,8 @@ def _start_from_path(
             _LOGGER.warning("%s The run starts again from %s.", error, path)
     if not file_names.is_present(path):
         raise CheckpointError(
-            f'Trainer(resume=...) must be "auto", "never" or a checkpoint file, but there is no '
-            f"file at {path}. Correct the path, or omit resume to continue from the newest."
+            'Trainer(resume=...) must be "auto", "never" or a checkpoint file, but there is no '
+            f"file at {path}. Fix the path, or omit resume to continue from the newest."
         )
     loaded = folder.load(path, safe_types)
     if path.resolve().parent == folder.path.resolve():

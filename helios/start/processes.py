@@ -228,9 +228,9 @@ _ALIKE = (
     "plugin act on rank 0 only, check context.global_rank in it."
 )
 SAME_DATA = (
-    "Make the same data in all processes: in setup(), draw from random, torch or numpy.random, "
-    "which Helios seeds, or from a generator with a fixed seed, and sort what is listed from "
-    "folders. What may differ, name in the class of the data set: unsaved = (...,)."
+    "Create the same data in all processes: in setup(), draw from random, torch or numpy.random, "
+    "which Helios seeds, or from a generator with a fixed seed, and sort listings of folders. "
+    "List attributes that may differ in the class of the data set: unsaved = (...,)."
 )
 """The remedy where the data sets of processes differ."""
 

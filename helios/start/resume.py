@@ -106,7 +106,7 @@ class PendingLoad:
             )
         _LOGGER.warning(
             "The training data has %d samples, and had %d in the checkpoint's epoch, which starts "
-            "anew, as allowed.",
+            "over, as allowed.",
             present,
             saved,
         )
@@ -234,10 +234,10 @@ def _note_missing(training: Training, record: Record) -> list[str]:
     lacking = {p: text for p, text in missing.items() if p not in training.stranded}
     if lacking:
         _LOGGER.warning(
-            "The checkpoint of iteration %s is incomplete: it lacks %s. There the resumed "
-            "run is as setup() makes it, so bits may differ from those of an uninterrupted "
-            "run. Declare what need not be saved: unsaved = (...,). "
-            'Trainer(on_incomplete="raise") refuses to write such a checkpoint.',
+            "The checkpoint of iteration %s is incomplete: it lacks %s. There, the resumed run "
+            "has the values of setup(), so it may differ from an uninterrupted run. Declare what "
+            'need not be saved: unsaved = (...,). Trainer(on_incomplete="raise") refuses to write '
+            "such a checkpoint.",
             with_step(*record.counters),
             list_missing(lacking, most=len(lacking)),
         )

@@ -241,9 +241,9 @@ def warn_of_idle_options(
     waits = validates or schedule.early_stop_cycles is not None
     if rule is not None and not (validates and has_validation):
         _LOGGER.warning(
-            "There is no validation, so nothing finds the score %r: KeepBest keeps no checkpoint, "
-            "and EarlyStopping stops nothing. Assign self.valid_dataset in the data module's "
-            "setup(), or set valid_frequency.",
+            "There is no validation that computes the score %r, so KeepBest and EarlyStopping "
+            "have no effect. Assign self.valid_dataset in the data module's setup(), or set "
+            "valid_frequency.",
             rule.metric,
         )
     elif waits and not has_validation:
@@ -260,7 +260,7 @@ def warn_of_idle_options(
 
 
 def _computes_nothing(model: Model) -> bool:
-    """Whether a validation calls no code of the user's model."""
+    """Return whether a validation calls no code of the user's model."""
     return model.batch_processor is None and not any(is_own(model, name) for name in _CALLED)
 
 

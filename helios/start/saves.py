@@ -200,7 +200,7 @@ class Saves:
             )
 
     def _is_past_its_end(self, newest: Path) -> bool:
-        """Whether nothing was trained because a longer run has already passed this one's end.
+        """Return whether nothing was trained, because a longer run has passed this end.
 
         The checkpoint belongs to that run, and is not its end.
         """

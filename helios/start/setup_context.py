@@ -109,15 +109,15 @@ class SetupContext:
         if names:
             raise UsageError(
                 f"{type(self.model).__name__}.setup() calls load_weights, and makes "
-                f"{', '.join(names)} after that or of these weights, which no checkpoint will "
-                "hold: a resume loads none, and would make something else. Make it before "
+                f"{', '.join(names)} after that or from these weights, which no checkpoint will "
+                "hold: a resume does not load them, and would make something else. Make it before "
                 "load_weights, or pass load_weights(..., every_start=True)."
             )
 
     def _find_dependent(self) -> Iterator[str]:
         discovery = self.model.discovery
         if type(self.model).state_dict is not Model.state_dict:
-            yield "what its own state_dict returns"
+            yield "the result of its own state_dict"
             return
         saved = discovery.saved_modules()
         loaded = {id(x) for net in self._find_loaded() for x in net.parameters()}

@@ -1,7 +1,7 @@
-"""How calls handle signals: they end at the next safe point, and what follows is not run.
+"""How calls handle signals: they end at the next safe point.
 
 A scheduler that is about to end a job sends a signal some time before. The run records it, and
-checks for it at its boundaries, like for any other request.
+checks for it at its boundaries, like any other request.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Signals:
 
     Attributes:
         numbers: the signals, such as ``(signal.SIGTERM, signal.SIGUSR1)``; ``()`` for none. By
-            default SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, as far as the system has them.
+            default SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, if the system has them.
         grace: seconds from the first signal after which the process exits without saving, if it
             has reached no safe point; ``float("inf")`` for no limit. The code is that of
             ``Interrupted``, or 1 if another rank had failed before the signal, because this one

@@ -199,7 +199,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "HF Trainer: a loss of another name": (
         lambda: _train(ReturnsOtherName()),
-        r"got a dict of 'train_loss'. Add the losses up under 'loss'",
+        r"got a dict of 'train_loss'. Add the losses under 'loss'",
     ),
 }
 

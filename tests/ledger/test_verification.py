@@ -151,9 +151,9 @@ def test_no_ledger_and_two_runs_are_wrong_usage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "what"),
     [
-        ('{"x":1', "lacks what a line of a ledger has"),
-        ('{"at":[1]', "lacks what a line of a ledger has"),
-        ('{"at":null', "lacks what a line of a ledger has"),
+        ('{"x":1', "lacks entries of a line of a ledger"),
+        ('{"at":[1]', "lacks entries of a line of a ledger"),
+        ('{"at":null', "lacks entries of a line of a ledger"),
         ("at", "is not JSON"),
     ],
 )

@@ -165,4 +165,4 @@ def test_a_log_of_ones_own_counts_and_is_named(capsys: pytest.CaptureFixture[str
     assert helios.Trainer(max_epochs=1, use_cpu=True).fit(Own(), make_data())
     said = capsys.readouterr()
     assert "hello" in said.out
-    assert said.err.count("Own.log is its own") == 1
+    assert said.err.count("Own overrides log") == 1
