@@ -1,4 +1,4 @@
-"""Which validation of a run is the best: the rule, the order of scores, and the best so far.
+"""The best validation of a run: the rule, the order of scores, and the best so far.
 
 Everything that names a best validation or checkpoint uses this module. The best score is the best
 finite one as the validation computed it, the earlier one at a tie, never NaN or infinite.
@@ -59,7 +59,7 @@ def check_mode(mode: object, owner: str) -> None:
 
 @dataclass(frozen=True)
 class BestRule:
-    """What decides which validations of a run are the best.
+    """The rule that decides which validations of a run are the best.
 
     Attributes:
         metric: name of the score; ``None`` if the model's ``have_metrics_improved`` decides.
@@ -140,7 +140,7 @@ class BestValidation:
 
     @property
     def rule(self) -> BestRule:
-        """What decides, without a count."""
+        """The rule, without a count."""
         return BestRule(self.metric, self.mode)
 
     @property

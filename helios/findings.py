@@ -84,7 +84,7 @@ class Findings:
 
     @property
     def missing(self) -> dict[str, str]:
-        """What a checkpoint lacks: path and reason."""
+        """The state that a checkpoint lacks: path and reason."""
         return {each.where: each.text for each in self.of(FindingKind.MISSING)}
 
     def by_key(self) -> dict[str, Any]:

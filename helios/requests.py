@@ -33,7 +33,7 @@ _AFTER_UPDATE = _IN_UPDATE | {
 
 
 class Agreement(ABC):
-    """What this process requests, and what all processes know.
+    """The requests of this process, and those that all processes know.
 
     Args:
         run: the run, which holds the requests.

@@ -151,12 +151,12 @@ class RunParts:
 
     @cached_property
     def context(self) -> Context:
-        """What hooks may see of the run."""
+        """The run as hooks see it."""
         return Context(self)
 
     @cached_property
     def agreement(self) -> Agreement:
-        """How all processes agree on what is requested."""
+        """The agreement of all processes on requests."""
         if self.replicas.has_single_replica:
             return LoneAgreement(self.run, self.outside, self.writer)
         return SharedAgreement(self.run, self.outside, self.writer, self.replicas)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Place(Enum):
-    """Where a process is, in words and in the order of an iteration."""
+    """The place of a process in an iteration, in words and in order."""
 
     STARTING = "starting"
     STEP = "in train_step"

@@ -177,7 +177,7 @@ class PlainWriter(CheckpointWriter):
         """Write and commit what is encoded, in a thread or before this returns.
 
         Raises:
-            Exception: the failure of this save, if it is written now and must end the training.
+            Exception: the failure of this save, if it is written now and must end the run.
         """
         if is_now:
             self._commit(pending)

@@ -317,7 +317,7 @@ def _write_bytes(path: Path, data: bytes) -> None:
 
 
 def _refuse_checkpoint_name(path: Path) -> None:
-    """Refuse a name that a training would take for a checkpoint, or for a part of one."""
+    """Refuse a name that a run would take for a checkpoint, or for a part of one."""
     if any(map(file_names.is_checkpoint, (path, *path.absolute().parents))):
         raise ArgumentError(
             f"Exported weights must not be named like a checkpoint or be in the folder of one, got "

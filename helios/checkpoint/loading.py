@@ -49,7 +49,7 @@ class Condition(Enum):
 
 
 class Checked(Enum):
-    """How the bytes of a file were compared with what was written."""
+    """How far the bytes of a file were verified."""
 
     NOTHING = "nothing"
     SUMS = "sums"

@@ -1,4 +1,4 @@
-"""How checkpoints are written and kept: the options of ``Trainer(store=...)``.
+"""The options of ``Trainer(store=...)``: how checkpoints are written and kept.
 
 The retention rules combine: a checkpoint is kept if any rule keeps it, and without rules all are
 kept.
@@ -72,7 +72,7 @@ class KeepBest:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointStore:
-    """How checkpoints are written and kept: ``Trainer(store=CheckpointStore(...))``.
+    """Options for writing and keeping checkpoints: ``Trainer(store=CheckpointStore(...))``.
 
     Attributes:
         is_async: write in a thread, from a copy of the state, while training continues; if False,

@@ -1,4 +1,4 @@
-"""Which checkpoints to delete: pure rules over names and sidecars.
+"""Decides which checkpoints to delete: pure rules over names and sidecars.
 
 The rules of ``CheckpointStore`` combine: a checkpoint is kept if any of them keeps it. The newest
 one, and the newest with a readable sidecar, are always kept.
@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def sidecar_path(self) -> Path:
-        """Where the sidecar lies, if there is one."""
+        """The path of the sidecar, if there is one."""
         return sidecar_path(self.path)
 
 

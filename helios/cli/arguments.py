@@ -31,7 +31,7 @@ _OF_EVALUATIONS = (
 
 @dataclass(frozen=True)
 class Given:
-    """What a command line and its files give.
+    """The arguments from a command line and its files.
 
     Attributes:
         trainer: the arguments of ``Trainer`` that are not its defaults.

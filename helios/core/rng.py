@@ -170,7 +170,7 @@ class DefaultNumpyRNG:
 
 
 class _Default:
-    """What there is one of in a process.
+    """The objects that exist once in a process.
 
     Attributes:
         numpy: the package's default NumPy generator.

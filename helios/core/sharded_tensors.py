@@ -22,7 +22,7 @@ _SOURCE = "_helios_rows"
 
 
 class RowShare(NamedTuple):
-    """Which rows of each sharded tensor a process holds.
+    """The rows of each sharded tensor that a process holds.
 
     Attributes:
         rank: the process.
@@ -56,7 +56,7 @@ class OwnRows:
 
 
 class RowSource(Protocol):
-    """Where the rows of a deferred tensor are.
+    """The place of the rows of a deferred tensor.
 
     Attributes:
         name: the path of the tensor in its checkpoint.

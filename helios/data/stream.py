@@ -162,7 +162,7 @@ class StreamPlan:
 
 @final
 class StreamLoader(DataLoader[Any]):
-    """What :func:`create_dataloader` returns for a stream; only a trainer reads it.
+    """The result of :func:`create_dataloader` for a stream; only a trainer reads it.
 
     Args:
         stream: the stream.

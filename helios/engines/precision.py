@@ -32,7 +32,7 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 @final
 @dataclasses.dataclass(frozen=True)
 class ScalerOptions:
-    """How losses are scaled in fp16, as in ``torch.amp.GradScaler``.
+    """Options of loss scaling in fp16, as in ``torch.amp.GradScaler``.
 
     Attributes:
         init_scale: the initial loss scale.

@@ -1,4 +1,4 @@
-"""How Helios calls user code: the bus, with the receivers of every event, and overrides.
+"""Calls user code: the bus, with the receivers of every event, and overrides.
 
 The receivers are found once, so that unused events cost nothing: ``emit`` calls all of them,
 ``ask`` returns True if any of them does, and ``transform`` passes a batch through the one plugin

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class Verb(Enum):
-    """What happens when an event occurs."""
+    """The way in which an event is emitted."""
 
     EMIT = "call all receivers"
     ASK = "true if any receiver returns True"
@@ -36,7 +36,7 @@ class Verb(Enum):
 
 
 class Receiver(Enum):
-    """Who may receive an event; the order of the table's column is the order of the calls."""
+    """Receivers of an event; the order of the table's column is the order of the calls."""
 
     PLUGIN = "plugins, in order of registration"
     DATA = "data module"
@@ -56,7 +56,7 @@ P, D, M, E, MONITOR = (
 
 @dataclass(frozen=True)
 class Event:
-    """What the decorator of an event says, and the signature and the docstring of its method.
+    """An event, from the decorator, the signature and the docstring of its method.
 
     Attributes:
         name: name of the method that receives it.

@@ -330,7 +330,7 @@ class EpochLoop(Loop):
         super().teardown()
 
     def _refuse_empty_epoch(self) -> None:
-        # Epochs without batches would run forever, or end a training without any step.
+        # Epochs without batches would run forever, or end a run without any step.
         run = self._run
         if self._num_done == 0 and run.cursor.batch == 0 and not self._has_left:
             raise UsageError(

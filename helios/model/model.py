@@ -205,7 +205,7 @@ class Model(Hooks, ABC):
 
     @property
     def discovery(self) -> Discovery:
-        """Which of the model's attributes are state."""
+        """Finds which of the model's attributes are state."""
         return self._discovery
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What defines a run, what ends it, and what differs between this start and its checkpoint.
+"""Compares this start with its checkpoint: what defines the run, and what ends it.
 
 ``Trainer(params=...)`` declares; another value stops a start. Found is what both have made, read
 right after ``setup`` and before anything is loaded: plain values (attributes of the model and the
@@ -315,7 +315,7 @@ def read_fresh(
     Args:
         model: the model.
         datamodule: the data module.
-        owners: what else has methods that a training calls, by name.
+        owners: what else has methods that training calls, by name.
     """
     settings = dict(_settings(model))
     values = dict([*_values("model", model), *_values("data", datamodule)])
@@ -378,7 +378,7 @@ def _schedulers(model: Model) -> Iterator[tuple[str, LRScheduler]]:
 
 @dataclass(frozen=True)
 class StartChanges:
-    """What differs between two starts.
+    """The differences between two starts.
 
     Attributes:
         options: what the next checkpoints hold of this one.
@@ -539,7 +539,7 @@ def _compare_code(before: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterat
 
 @dataclass(frozen=True)
 class Declared:
-    """What ``Trainer(params=...)`` declares.
+    """The declarations of ``Trainer(params=...)``.
 
     Attributes:
         params: the values, without secrets; those of the run if nothing is left to train.

@@ -40,7 +40,7 @@ Choice: TypeAlias = Literal["auto", "best", "newest"] | str | Path | None
 
 @dataclass(frozen=True)
 class CheckpointChoice:
-    """Which checkpoint an evaluation loads.
+    """The choice of the checkpoint that an evaluation loads.
 
     Attributes:
         path: this file; ``None`` for one in the run's folder.

@@ -87,7 +87,7 @@ def _finish(training: Training, reason: str) -> bool | Interrupted:
 
 
 def _leave_model(run: Run, end: Record, *, is_interrupted: bool = False) -> None:
-    """Describe how a training leaves its model, for evaluations in this process."""
+    """Describe how a run leaves its model, for evaluations in this process."""
     replicas, obstacle = run.replicas, ""
     if is_interrupted:
         obstacle = "fit was interrupted"
@@ -115,7 +115,7 @@ def _record_end(training: Training) -> Record:
 
 
 def _describe_end(training: Training) -> str:
-    """Return how far the training has come, as lines for the log; waits for saves."""
+    """Return how far the run has come, as lines for the log; waits for saves."""
     state, newest = training.parts.run, training.saves.writer.wait()
     best, file_name = state.best.best, None
     if best is not None and newest is not None:

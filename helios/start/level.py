@@ -30,7 +30,7 @@ _MANUAL = "train_step returns None, and so steps by itself"
 
 @dataclass(frozen=True)
 class Reproducibility:
-    """What may change between the start and the resumed run without changing a bit.
+    """The changes between start and resume that do not affect the results.
 
     Attributes:
         level: its level, for a checkpoint that lacks nothing.
@@ -79,7 +79,7 @@ def find_reproducibility(
     record: Record | None,
     known: Findings,
 ) -> Reproducibility:
-    """Find the level that a training reaches.
+    """Find the level that a run reaches.
 
     Args:
         numerics: whether arithmetic is deterministic, and checkpoints are written.

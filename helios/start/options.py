@@ -83,7 +83,7 @@ Check: TypeAlias = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What holds for an option, besides its type and its default.
+    """The rules of an option, besides its type and its default.
 
     Attributes:
         check: checks a value on its own.
@@ -409,7 +409,7 @@ class Options:
         return "total_steps" if self.max_steps is None else "max_steps"
 
     def require_length(self) -> None:
-        """Refuse a training whose length is not set.
+        """Refuse a run whose length is not set.
 
         Raises:
             ArgumentError: if no length is set.

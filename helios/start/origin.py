@@ -1,4 +1,4 @@
-"""Finds where a training starts: from a checkpoint that ``Trainer(resume=...)`` selects, or anew.
+"""Finds where a run starts: from a checkpoint that ``Trainer(resume=...)`` selects, or anew.
 
 A run's folder belongs to one run; ``changes`` says what identifies it. One run writes to a
 folder at a time: rank 0 writes, and every process reads at the next start.
@@ -104,7 +104,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a training starts.
+    """The place where a run starts.
 
     Attributes:
         folder: the run's folder; ``None`` without ``chkpt_root``.

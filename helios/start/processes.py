@@ -1,4 +1,4 @@
-"""Which processes run which replicas, what they do together, and whether they are alike.
+"""Decides which processes run which replicas, and compares the processes.
 
 The number of processes (P) is the world size of torchrun or srun, else ``nproc``, else the number
 of selected GPUs, else 1. The number of replicas (V) is that of the existing run, else

@@ -1,4 +1,4 @@
-"""What records a run in its folder: the ledger, and the file of its events."""
+"""The recorders of a run in its folder: the ledger, and the file of its events."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def make_writer(
 @final
 @dataclass
 class RunEvents(Recorder):
-    """What a run was started with, and what happens to it, on rank 0.
+    """Records the settings and events of a run, on rank 0.
 
     Attributes:
         file: where events are written.

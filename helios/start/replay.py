@@ -41,7 +41,7 @@ from helios.text import with_step
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Which part of a run is repeated; see ``Trainer.replay`` for ``start`` and ``stop``.
+    """The part of a run to repeat; see ``Trainer.replay`` for ``start`` and ``stop``.
 
     Attributes:
         start: the iteration at or before which the replay begins.

@@ -1,4 +1,4 @@
-"""Loads the checkpoint of a training into what was set up, after comparing both."""
+"""Loads the checkpoint of a run into what was set up, after comparing both."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @final
 class PendingLoad:
-    """What a load leaves to be done after ``on_training_resume``, which may restore the data.
+    """The rest of a load, after ``on_training_resume``, which may restore the data.
 
     Args:
         allows_length: whether the epoch may have another number of samples: then it starts anew.

@@ -1,4 +1,4 @@
-"""What the log says of a run, and where its logs are: files, events for TensorBoard, the screen."""
+"""The log of a run, and the places of its logs: files, events for TensorBoard, the screen."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ _CALLED = (
 def warn_of_idle_options(
     schedule: Schedule, rule: BestRule | None, model: Model, *, has_validation: bool
 ) -> None:
-    """Warn of a training without a step, and of validations that compute nothing.
+    """Warn of a run without a step, and of validations that compute nothing.
 
     Args:
         schedule: what is due when.
@@ -362,7 +362,7 @@ def describe_progress(
     newest: Path | None,
     has_report: bool,
 ) -> str:
-    """Return how far a training has come, as lines below a message of the log.
+    """Return how far a run has come, as lines below a message of the log.
 
     Args:
         state: the counters.

@@ -1,4 +1,4 @@
-"""What a training writes into its checkpoints, and when it is finished."""
+"""The content of a run's checkpoints, and the mark of a finished run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Saves:
 
     Attributes:
         run: the call; its model appends to checkpoint names and holds the metrics.
-        origin: where the training starts.
+        origin: where the run starts.
         options: what the checkpoints hold of the definition of the run.
         changes: changes that were allowed, in all starts of the run.
         level: the level of reproducibility that the run reaches.

@@ -1,4 +1,4 @@
-"""What a model may know in its ``setup``: how long the run is, and whether a checkpoint follows."""
+"""The context of a model in its ``setup``: the length of the run, and if a checkpoint follows."""
 
 from __future__ import annotations
 

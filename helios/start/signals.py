@@ -142,7 +142,7 @@ class Listener:
     def warn_of_late_signals(self) -> None:
         """Log at the regular end that a signal came too late to interrupt anything."""
         if self.receiver is not None and self.receiver.first and not self._has_warned:
-            _LOGGER.warning("%s came too late to interrupt the training.", self.receiver.first)
+            _LOGGER.warning("%s came too late to interrupt the run.", self.receiver.first)
 
 
 @contextlib.contextmanager
@@ -177,7 +177,7 @@ def listening(
 
 
 class UnsavedEnd:
-    """What happens if no safe point is reached within the grace period.
+    """Ends the process if no safe point is reached within the grace period.
 
     A job that is requeued after code 75 would be requeued forever if a rank failed by itself and
     the scheduler then ended the others, which wait for it. This is looked up when the signal
@@ -229,7 +229,7 @@ def find_signal_code(number: int) -> int:
 
 
 class Interruptions:
-    """What has interrupted a call of this process; a forked child has its own."""
+    """The interruption of a call of this process; a forked child has its own."""
 
     found: ClassVar[dict[int, Interrupted]] = {}
 

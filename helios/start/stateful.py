@@ -51,7 +51,7 @@ def find_owners(
         model: the model; if it overrides ``state_dict``, that may omit something.
         datamodule: the data module.
         engine: the engine.
-        loop: the role and the root of the loops of a training.
+        loop: the role and the root of the loops of a run.
         source: the training data; ``None`` outside a training.
         validation: the data of validations, between which the order has a state.
     """

@@ -71,7 +71,7 @@ MakeRecorders: TypeAlias = Callable[[dict[str, Any], Reproducibility], list[Reco
 
 @dataclass(frozen=True)
 class Definition:
-    """What defines a run, and what this start was given.
+    """The definition of a run, and the arguments of this start.
 
     Attributes:
         identity: what defines it, in the names of ``allow_changes``.

@@ -98,7 +98,7 @@ def each_named(name: str, value: Any, *, itself: bool = True) -> Iterator[tuple[
 
 @final
 class Outside:
-    """What other owners save, by name and by id."""
+    """The objects that other owners save, by name and by id."""
 
     def __init__(self, parts: Mapping[str, object] | None = None) -> None:
         self.parts: dict[str, Any] = {}
@@ -127,7 +127,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class Rules:
-    """Which attributes of an owner count, and what is known of them from setup.
+    """The rules for an owner's attributes, and what is known of them from setup.
 
     Attributes:
         exclude: attributes of the owner that never count.

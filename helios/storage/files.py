@@ -297,7 +297,7 @@ def digest_file(path: Path, watch: Callable[[int], object] | None = None) -> str
 
 
 class FileFacts(NamedTuple):
-    """What is known of a file that was written.
+    """The facts about a file that was written.
 
     Attributes:
         size: its size in bytes.

@@ -237,7 +237,7 @@ class RootLogger:
 
 
 class _Default:
-    """Holder of the pair of loggers that a training uses, one pair per process."""
+    """Holder of the pair of loggers that a run uses, one pair per process."""
 
     root: RootLogger | None = None
     tensorboard: TensorboardWriter | None = None

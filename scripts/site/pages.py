@@ -38,7 +38,7 @@ API: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "core": ("Utilities", (), ("helios.core",)),
 }
 _INTRO = {
-    "model": "Beside these methods, a model may override the [events](../hooks.md).",
+    "model": "Besides these methods, a model may override the [events](../hooks.md).",
     "plugins": "[Plugins](../plugins.md) shows how to use them. They may override the "
     "[events](../hooks.md).",
     "data": "[Data](../data.md) has examples.",
