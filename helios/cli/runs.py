@@ -36,8 +36,8 @@ def compare_two(namespace: argparse.Namespace) -> Answer:
     """Find the first difference between two runs or two checkpoints.
 
     The ledgers of two runs are compared line by line, and the scores where both
-    have validated. Shows the first iteration that differs, its differences, and what
-    was not compared. Tensors of two checkpoints are compared bit for bit.
+    have validated. Shows the first iteration that differs, its differences, and
+    what was not compared. Tensors of two checkpoints are compared bit for bit.
 
     Exit code 0: both are equal. 1: they differ. 2: wrong usage, or one of them
     cannot be read.
