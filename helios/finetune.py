@@ -524,5 +524,5 @@ def _open_safetensors(path: Path, stack: ExitStack) -> dict[str, _Entry]:
         }
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} is no safetensors file, or a damaged one: {error}. Download it again."
+            f"{path} is not a safetensors file, or is damaged: {error}. Download it again."
         ) from error

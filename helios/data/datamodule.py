@@ -371,10 +371,10 @@ def _take_apart(loader: DataLoader[Any], attribute: str) -> DataLoaderParams:
     obstacle = _find_obstacle(loader)
     if obstacle:
         raise ArgumentTypeError(
-            f"{attribute} must be created by create_dataset, or be a plain DataLoader, but got one "
-            f"with {obstacle}, which could not resume exactly. Write self.{attribute} = "
-            "self.create_dataset(dataset, batch_size=..., shuffle=...); a sampler or batch_sampler "
-            "of your own is an option of it."
+            f"{attribute} must be created by create_dataset, or be a plain DataLoader, but got "
+            f"one with {obstacle}, which could not resume exactly. Write self.{attribute} = "
+            "self.create_dataset(dataset, batch_size=..., shuffle=...); pass your own sampler or "
+            "batch_sampler as an option."
         )
     return DataLoaderParams(
         batch_size=loader.batch_size,

@@ -537,7 +537,7 @@ def _refuse_assignment(name: str) -> ReadOnlyError:
         if name in change.attributes:
             way = change.by.replace("`", "")
             return ReadOnlyError(f"{rule} To {change.what}, {way}.")
-    return ReadOnlyError(f"{rule} Keep values of your own in self.{name}.")
+    return ReadOnlyError(f"{rule} Keep your own values in self.{name}.")
 
 
 @final

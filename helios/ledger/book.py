@@ -286,7 +286,8 @@ def find_folder(place: Path, names: Sequence[str]) -> Path:
     if not found:
         raise LedgerError(
             f"There is no {' or '.join(names)} in {place} or directly below it. A run writes it "
-            'beside its checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a run.'
+            'next to its checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a '
+            "run."
         )
     shown = ", ".join(each.name for each in found)
     raise LedgerError(f"{place} holds several runs: {shown}. Pass the folder of one.")

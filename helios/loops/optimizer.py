@@ -468,7 +468,7 @@ class OptimizerLoop(Loop):
         if self._own_backward is not None:
             raise UsageError(
                 f"{type(parts.model).__name__}.backward must not be overridden if each loss has "
-                "an optimizer of its own. Remove the method, or return the losses in a dict."
+                "its own optimizer. Remove the method, or return the losses in a dict."
             )
         if parts.schedule.accumulation_steps > 1:
             trained = {id(x) for known in self._apart for x in parameters_of(optimizers[known])}
@@ -789,7 +789,7 @@ def loss_of(result: Any, *, takes_several: bool = False, is_yielded: bool = Fals
     if type(loss) is not Tensor and is_sharded(loss):
         raise UsageError(
             "A loss must not be computed of sharded parameters outside of a forward, where they "
-            "are not whole, but train_step has returned such a loss. Compute the penalty in the "
+            "are shards, but train_step has returned such a loss. Compute the penalty in the "
             "forward of the module that holds the parameters."
         )
     if loss.numel() != 1:

@@ -175,7 +175,7 @@ class WeightAverage(Plugin, ABC):
         if self._own:
             raise UsageError(
                 f"The average of plugin {self.plug_id!r} is still swapped in: an evaluation has "
-                "not emitted its end event. Emit it, also in a loop of your own."
+                "not emitted its end event. Emit it, also in your own loop."
             )
 
     def on_exception(self, exception: BaseException) -> None:

@@ -47,7 +47,7 @@ def require_fsdp() -> None:
     if missing:
         raise UsageError(
             f'Trainer(sharding="full") needs a PyTorch whose FSDPModule has {", ".join(missing)}; '
-            f'{torch.__version__} has not. Install a newer one, or use sharding="none".'
+            f'{torch.__version__} does not. Install a newer one, or use sharding="none".'
         )
 
 

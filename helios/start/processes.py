@@ -95,8 +95,8 @@ def choose_processes(options: Options, launch: Launch, stored: Stored | None) ->
     if nproc is not None:
         if 0 < num_gpus < nproc:
             raise ArgumentError(
-                "Trainer(nproc=...) must be at most the number of GPUs, or 1 with an engine of "
-                f"your own on one, got {nproc}. Start fewer processes, each of which runs several "
+                "Trainer(nproc=...) must be at most the number of GPUs, or 1 with your own engine "
+                f"on a GPU, got {nproc}. Start fewer processes, each of which runs several "
                 "replicas, or pass use_cpu=True. With torchrun, each process creates its engine."
             )
         return nproc

@@ -44,10 +44,7 @@ GONE: Final[dict[str, Any]] = {TAG: "gone"}
 """The code of an attribute that training has deleted."""
 
 BROKEN = "it cannot be inspected ({}): give it state_dict() and load_state_dict()"
-TAKEN = (
-    "it took the place of an object of setup() that is still in use: give it an attribute of its "
-    "own"
-)
+TAKEN = "it replaced an object of setup() that is still in use: give it its own attribute"
 LATE = "created after setup(), so that a resumed run cannot find it: create it in setup()"
 _ITERATOR = (
     "an iterator, whose position is unknown: count in an attribute, and create the iterator in "

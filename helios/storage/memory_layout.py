@@ -171,7 +171,7 @@ def _geometry(view: View, begin: int) -> dict[str, Any]:
         if offset % part.element_size():
             raise StateError(
                 f"{view.path} cannot be saved: it shares memory with an array at an address that "
-                "is no multiple of its elements. Copy one of them."
+                "is not a multiple of its element size. Copy one of them."
             )
         strides = [*part.stride()]
     else:

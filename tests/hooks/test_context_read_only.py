@@ -61,7 +61,7 @@ def test_a_hook_can_assign_nothing_to_the_context(name: str) -> None:
         ("loss", "To change the loss or the outputs, return other ones from train_step"),
         ("optimizer", "To change weights, buffers, optimizers and schedulers, change the objects"),
         ("max_step", "To stop, interrupt or save, call request_stop(reason), interrupt(reason)"),
-        ("foo", "Keep values of your own in self.foo."),
+        ("foo", "Keep your own values in self.foo."),
     ],
 )
 def test_what_a_hook_assigns_to_the_context_has_its_remedy(name: str, remedy: str) -> None:
