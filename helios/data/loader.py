@@ -133,7 +133,8 @@ class ReadBatch(NamedTuple):
     """The answer of a worker.
 
     Attributes:
-        batch: the batch. content: its content, as it was read.
+        batch: the batch.
+        content: its content, as it was read.
     """
 
     batch: Any

@@ -123,8 +123,8 @@ class Engine(StandaloneEngine):
             during backward; ``None`` to send all of them after it. The bits are the same.
 
     Attributes:
-        device: the device of the run. unsaved: names of attributes that training changes and that
-            need not be saved.
+        device: the device of the run.
+        unsaved: names of attributes that training changes and that need not be saved.
 
     Raises:
         ArgumentError: if the name of the device is unknown, a limit is not a positive number, both

@@ -413,8 +413,8 @@ class SWA(WeightAverage):
     too, or recompute them with ``torch.optim.swa_utils.update_bn``.
 
     Args:
-        start: number of the first step whose weights are averaged, from 1. every: steps between two
-            updates.
+        start: number of the first step whose weights are averaged, from 1.
+        every: steps between two updates.
         network: which networks; see :class:`WeightAverage`.
         averages_buffers: average floating-point buffers too, instead of using the network's.
         swaps_in: the evaluations that use the average.
