@@ -147,7 +147,8 @@ def complete(state: dict[str, Any], model: Model) -> dict[str, Any]:
 def require_whole(state: object, place: object) -> None:
     """Refuse a checkpoint that does not hold all weights, if there is no model to make them.
 
-    Raises: CheckpointError: naming the weights that it refers to.
+    Raises:
+        CheckpointError: naming the weights that it refers to.
     """
     digests = references_of(state)
     if digests:

@@ -188,7 +188,8 @@ def draw_over(curves: Mapping[str, Mapping[str, Curve]], target: Path) -> None:
         curves: by title, and by run.
         target: the file; its suffix sets the format.
 
-        Raises: ArgumentError: for an unknown format.
+    Raises:
+        ArgumentError: for an unknown format.
     """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(8, 1 + 2.4 * len(curves)), layout="constrained")

@@ -41,7 +41,8 @@ class Reduction(Protocol):
 def require_fsdp() -> None:
     """Check that this PyTorch has what sharding needs.
 
-    Raises: UsageError: if it does not.
+    Raises:
+        UsageError: if it does not.
     """
     missing = sorted({*_NEEDED}.difference(dir(FSDPModule)))
     if missing:
