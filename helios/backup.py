@@ -1,7 +1,7 @@
-"""Restores what objects held before a block that is to leave no trace.
+"""Restores objects after a block of code that must have no lasting effects.
 
-A sanity check, a step that a process only repeats for others, or a forward that is computed again:
-each makes a :class:`Backup` before, and restores it afterwards. Everything is restored in place, so
+A sanity check, a step that a process only repeats for others, and a forward that is computed again
+each make a :class:`Backup` before, and restore it afterwards. Everything is restored in place, so
 references to it stay valid.
 """
 
@@ -47,18 +47,19 @@ _LEFT_ALONE = (type, ModuleType, FunctionType, Enum, Dataset, DataLoader)
 
 @final
 class Backup:
-    """What some objects hold, and all that they refer to, at one time.
+    """A copy of some objects and everything that they refer to.
 
-    Left alone are data sets, loaders, classes, functions, loggers, sparse tensors, and objects that
-    hold a thread, a lock, a queue, a file or a connection.
+    It excludes data sets, loaders, classes, functions, loggers, sparse tensors, and objects with a
+    thread, a lock, a queue, a file or a connection.
 
     Args:
         owners: the objects.
-        leave: returns whether a value that is no owner is left alone, with all that it refers to.
-        on_host: whether copies of tensors are in host memory, of which there is more.
+        leave: returns whether to exclude a value that is no owner, with everything that it refers
+            to.
+        on_host: whether copies of tensors are in host memory, which is larger.
 
     Attributes:
-        values: the objects, and all that they refer to and is not left alone.
+        values: the objects, and everything that they refer to, except what is excluded.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Backup:
                 waiting += children_of(value)
 
     def restore(self) -> None:
-        """Give the objects what they held; may be called again."""
+        """Restore the objects; may be called again."""
         for restore in self._restores:
             restore()
 

@@ -1,7 +1,7 @@
-"""Which validation of a run is the best: the rule, the order of scores, and the best so far.
+"""The best validation of a run: the rule, the order of scores, and the best so far.
 
-Whatever names a best validation or a best checkpoint asks this module. The best score is the best
-finite one as the validation computed it, the earlier one at a tie; NaN and infinities never are.
+Everything that names a best validation or checkpoint uses this module. The best score is the best
+finite one as the validation computed it, the earlier one at a tie, never NaN or infinite.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class Scores(dict[str, float]):
 
 
 def is_better(score: float, than: float | None, mode: Mode) -> bool:
-    """Whether a score is finite, and better than another one; ``None`` if there is no other."""
+    """Return whether a score is finite, and better than the other, which may be ``None``."""
     if not math.isfinite(score):
         return False
     return than is None or (score < than if mode == "min" else score > than)
 
 
 def rank_by_score(scored: Iterable[tuple[float, Item]], mode: Mode) -> list[Item]:
-    """Return what has a finite score, the best first; of equal ones the earlier one first."""
+    """Return the items with a finite score, the best first; of equal ones the earlier one first."""
     finite = [(score, item) for score, item in scored if math.isfinite(score)]
     sign = 1 if mode == "min" else -1
     return [item for _, item in sorted(finite, key=lambda pair: sign * pair[0])]
 
 
 def check_mode(mode: object, owner: str) -> None:
-    """Check whether small or large scores are good: there is no default.
+    """Check that a mode is ``"min"`` or ``"max"``; there is no default.
 
     Args:
         mode: what was passed.
@@ -59,13 +59,13 @@ def check_mode(mode: object, owner: str) -> None:
 
 @dataclass(frozen=True)
 class BestRule:
-    """What decides which validations of a run are the best.
+    """The rule that decides which validations of a run are the best.
 
     Attributes:
-        metric: name of the score; ``None`` if the model says it, with ``have_metrics_improved``.
+        metric: name of the score; ``None`` if the model's ``have_metrics_improved`` decides.
         mode: whether small or large scores are good; ``None`` without a metric.
         count: how many best ones there are.
-        saves: whether a validation that becomes one of them saves a checkpoint.
+        saves: whether a validation that is one of them saves a checkpoint.
     """
 
     metric: str | None = None
@@ -77,13 +77,13 @@ class BestRule:
         return "have_metrics_improved" if self.metric is None else f"{self.metric} ({self.mode})"
 
     def is_alike(self, other: BestRule | BestValidation) -> bool:
-        """Whether both judge by the same score, in the same way."""
+        """Return whether both judge by the same score, in the same way."""
         return (self.metric, self.mode) == (other.metric, other.mode)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation of a training.
+    """A validation in a training run.
 
     Attributes:
         iteration: after which iteration it took place.
@@ -126,7 +126,7 @@ class BestValidation:
             return None
 
     def as_plain(self) -> dict[str, Any]:
-        """Return it as JSON has it: numbers that are not finite become text."""
+        """Return it for JSON: numbers that are not finite become strings."""
         scores = {
             name: score if math.isfinite(score) else repr(score)
             for name, score in self.scores.items()
@@ -140,12 +140,12 @@ class BestValidation:
 
     @property
     def rule(self) -> BestRule:
-        """What decides, without a count."""
+        """The rule, without a count."""
         return BestRule(self.metric, self.mode)
 
     @property
     def deciding(self) -> dict[str, float]:
-        """The score that decides; all scores where the model does."""
+        """The score that decides; all scores if the model decides."""
         if self.metric is None:
             return dict(self.scores)
         return {self.metric: self.scores[self.metric]}

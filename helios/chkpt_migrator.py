@@ -19,16 +19,16 @@ from helios.storage.files import as_local_path
 def migrate_checkpoints_to_current_version(root: Path) -> None:
     """Migrate every ``*.pth`` file directly in a folder to the current format.
 
-    Files keep their names and paths, and the old ones are not kept; the command keeps them. Types
-    that you have added with ``torch.serialization.add_safe_globals`` may be in the files.
+    Files keep their names and paths. Unlike the command, this keeps no old files. Types that you
+    have added with ``torch.serialization.add_safe_globals`` may be in the files.
 
     Args:
         root: the folder.
 
     Raises:
         ArgumentError: if there is no such folder.
-        CheckpointError: if a file is damaged, was refused or could not be migrated; the others
-            are migrated by then.
+        CheckpointError: if a file is damaged, was refused or could not be migrated, after the
+            others were migrated.
     """
     folder = as_local_path("migrate_checkpoints_to_current_version(root=...)", root)
     if not folder.is_dir():

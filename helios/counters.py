@@ -14,7 +14,7 @@ from helios.errors import ArgumentError
 
 
 class TrainingUnit(Enum):
-    """The unit of ``total_steps`` and the frequencies of a training."""
+    """The unit of ``total_steps`` and the frequencies of a run."""
 
     ITERATION = 0
     EPOCH = 1
@@ -43,7 +43,7 @@ class Phase(Enum):
 
 @dataclasses.dataclass
 class TrainingState:
-    """The progress of a training, as users see it.
+    """The progress of a run, as users see it.
 
     Attributes:
         current_iteration: optimizer steps in ITERATION unit, batches in EPOCH unit.
@@ -76,7 +76,7 @@ class TrainingState:
         return dataclasses.asdict(self)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Start an epoch, whose number is given from 0."""
+        """Start an epoch, with its number from 0."""
         self.global_epoch = epoch + 1
         self.dataset_iter = 0
 

@@ -10,8 +10,8 @@ works. A message says what was wrong, what was found and what to do::
     ├── UsageError (RuntimeError)             an invalid call, or an invalid result of user code
     │   └── LossNotProvidedError              a step returned no loss, but one is needed
     ├── LedgerError (RuntimeError)            a ledger is missing, damaged or of another format
-    ├── ReadOnlyError (AttributeError)        an assignment to what is only read
-    ├── RankError (RuntimeError)              another process of the training failed or exited
+    ├── ReadOnlyError (AttributeError)        an assignment to a read-only object
+    ├── RankError (RuntimeError)              another process of the run failed or exited
     ├── SaveError (OSError)                   the last checkpoint of a run could not be written
     ├── StateError (RuntimeError)             state that cannot be saved, is missing or unexpected
     ├── WorkerError (RuntimeError)            a worker of a loader does not start, or dies
@@ -60,11 +60,11 @@ class LedgerError(HeliosError, RuntimeError):
 
 
 class ReadOnlyError(HeliosError, AttributeError):
-    """Something was assigned to an object that is only read, such as the context of hooks."""
+    """Something was assigned to a read-only object, such as the context of hooks."""
 
 
 class RankError(HeliosError, RuntimeError):
-    """Another process of the training failed, or exited unexpectedly."""
+    """Another process of the run failed, or exited unexpectedly."""
 
 
 class SaveError(HeliosError, OSError):
@@ -72,11 +72,11 @@ class SaveError(HeliosError, OSError):
 
 
 class StateError(HeliosError, RuntimeError):
-    """A part of the training state cannot be saved, is missing or is unexpected."""
+    """A part of the state of the run cannot be saved, is missing or is unexpected."""
 
 
 class WorkerError(HeliosError, RuntimeError):
-    """A worker of a loader does not start, or dies again and again."""
+    """A worker of a loader does not start, or dies repeatedly."""
 
 
 class CheckpointError(HeliosError, RuntimeError):
@@ -100,15 +100,15 @@ class RunMismatchError(CheckpointError):
 
 
 class Interrupted(SystemExit):
-    """A signal or a time limit has ended a call of the trainer before it was complete.
+    """A signal or a time limit has ended a call of the trainer early.
 
     It ends the script, with the exit code of the trainer. In an interactive session, a
     ``KeyboardInterrupt`` is raised instead.
 
     Attributes:
-        code: 75 if the same command would resume from a checkpoint; else 128 and the number of the
-            signal, such as 130 for SIGINT, or 1 without a signal.
-        reason: what has ended the call.
+        code: 75 if the same command would resume from a checkpoint; otherwise 128 plus the number
+            of the signal, such as 130 for SIGINT, or 1 without a signal.
+        reason: why the call ended.
     """
 
     code: int

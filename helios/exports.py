@@ -1,4 +1,4 @@
-"""What ``from helios import ...`` finds; imported when the first of these names is used."""
+"""The names of ``from helios import ...``; imported when the first of them is used."""
 
 from helios.best import Scores as Scores
 from helios.checkpoint.retention import KeepBest as KeepBest

@@ -1,4 +1,4 @@
-"""``Trainer.find_lr``: a short run with a growing learning rate, which leaves no trace.
+"""``Trainer.find_lr``: a short run with a growing learning rate, without lasting effects.
 
 The range test of Smith, "Cyclical Learning Rates for Training Neural Networks" (2017), with rates
 that grow exponentially.
@@ -53,7 +53,7 @@ class RangeTest:
     Attributes:
         lowest: the first rate.
         highest: the last one.
-        num_steps: how many there are, one for each optimizer step.
+        num_steps: the number of rates, one for each optimizer step.
         loss: the name of the loss, for a model with several.
 
     Raises:
@@ -86,10 +86,10 @@ def _refusal(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
 @final
 @dataclass(frozen=True, repr=False)
 class LearningRates:
-    """What a range test has measured.
+    """The result of a range test.
 
     Attributes:
-        rates: the learning rate of each optimizer step: of the first group of each optimizer.
+        rates: the learning rate of each optimizer step, for the first group of each optimizer.
         losses: the loss of each step, before its update.
     """
 
@@ -101,7 +101,7 @@ class LearningRates:
 
     @property
     def smoothed(self) -> list[float]:
-        """The losses, each as a mean over its neighbours: a twentieth of all on either side."""
+        """The losses, each averaged over its neighbours: a twentieth of all on either side."""
         return _smooth(self.losses)
 
     @property
@@ -121,7 +121,7 @@ class LearningRates:
         """Draw the losses over the rates.
 
         Args:
-            path: also write the picture to this file, whose suffix says the format.
+            path: also write the plot to this file; the suffix sets the format.
 
         Returns:
             The ``Figure`` of matplotlib, which a notebook shows.
@@ -213,7 +213,7 @@ class _Growing(Plugin):
             self.context.request_stop("the loss diverges")
 
     def _has_diverged(self) -> bool:
-        """Whether the mean over the last losses is far above the lowest such mean so far."""
+        """Return whether the mean over the last losses is far above the lowest such mean so far."""
         width = max(2, self._test.num_steps // 10)
         mean = sum(self.losses[-width:]) / width
         if len(self.losses) < width:
@@ -242,7 +242,7 @@ def find_rates(
     plugins: Sequence[Plugin],
     loop: Loop,
 ) -> LearningRates:
-    """Train with a growing rate, and leave everything as it was.
+    """Train with a growing rate, and restore everything.
 
     Args:
         model: the model.

@@ -1,6 +1,6 @@
-"""``Findings``: what limits the reproducibility of a run, and the level that it leaves.
+"""``Findings``: what limits the reproducibility of a run, and the resulting level.
 
-Start, training and saves find it. Checkpoints hold it under a key for each kind.
+Findings come from the start, from training and from saves. Checkpoints have a key for each kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class FindingKind(Enum):
         OBSTACLE: binds the run to its number of processes.
         UNSHARED: where each replica changes the model on its own.
         MISSING: where a checkpoint lacks something, and why.
-        CLAIM: a component that is taken at its word.
+        CLAIM: a component whose ``state_dict`` Helios has to trust.
     """
 
     OBSTACLE = "obstacles"
@@ -29,12 +29,12 @@ class FindingKind(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One of them.
+    """A finding.
 
     Attributes:
         kind: what it is.
-        where: the path of what it is about; empty if the text says so.
-        text: what was found; empty if the path says it all.
+        where: the path of its subject; empty if the text names it.
+        text: what was found; empty if the path says enough.
     """
 
     kind: FindingKind
@@ -44,7 +44,7 @@ class Finding:
 
 @final
 class Findings:
-    """A list of findings, each once; of one place the newest text counts.
+    """A list of findings, each once; for one path the newest text counts.
 
     Args:
         findings: the first ones.
@@ -84,7 +84,7 @@ class Findings:
 
     @property
     def missing(self) -> dict[str, str]:
-        """What a checkpoint lacks: path and reason."""
+        """The state that a checkpoint lacks: path and reason."""
         return {each.where: each.text for each in self.of(FindingKind.MISSING)}
 
     def by_key(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ _LIMITS = {
 
 
 def level_of(findings: Iterable[Finding], level: Level) -> Level:
-    """Return what findings leave of a level."""
+    """Return the level with some findings."""
     for finding in findings:
         level = level.at_most(_LIMITS.get(finding.kind, level))
     return level

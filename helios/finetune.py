@@ -1,7 +1,7 @@
 """``load_weights``: weights of another run, or of another program, by the names of tensors.
 
-Names and shapes are compared before anything is changed. Tensors are read one by one, into those
-that are there, so that optimizers keep their parameters.
+Names and shapes are compared before anything is changed. Tensors are read one by one, into existing
+ones, so that optimizers keep their parameters.
 """
 
 from __future__ import annotations
@@ -46,17 +46,16 @@ _OF_FOLDERS = (
 
 @dataclass
 class LoadedWeights:
-    """What :func:`load_weights` has done. Names are those in the model or the network.
+    """The result of :func:`load_weights`. Names are those in the model or the network.
 
     Attributes:
-        loaded: the tensors that have their values from the file.
-        missing: those that the file does not have, which keep their values.
-        unexpected: those that only the file has.
+        loaded: the tensors that were loaded.
+        missing: those that are not in the file, which keep their values.
+        unexpected: those that are only in the file.
         mismatched: those of another shape, which keep their values: the shape in the file, and that
             in the model.
-        skipped: those that ``skip`` has left out, of both.
-        is_left_to_checkpoint: whether the file was not read, because the state of a checkpoint
-            follows.
+        skipped: those that ``skip`` matches, in both.
+        is_left_to_checkpoint: whether the file was not read, because a checkpoint is loaded next.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -111,24 +110,23 @@ def load_weights(
             tensors and plain values, or a folder of Hugging Face.
         module: a model whose networks are built, or one network.
         rename: new names for those in the file: ``{"backbone.*": "net.*"}``. Each ``*`` on the
-            right stands for what that on the left has matched. The first pattern that matches
-            counts.
-        skip: patterns of new names that are left out, in the file and in the module:
-            ``"net.head.*"``.
+            right stands for the match of one on the left. The first pattern that matches counts.
+        skip: patterns of new names to skip, in the file and in the module: ``"net.head.*"``.
         strict: refuse names that only one side has, other shapes, and patterns that match nothing.
             False loads what fits; look at the result.
-        every_start: read the file also where a run resumes or is evaluated. Needed if ``setup``
-            makes something of the weights that no checkpoint holds, which is an error without it.
+        every_start: read the file even if the run resumes or is evaluated. Needed if ``setup``
+            computes something from the weights that no checkpoint holds; an error otherwise.
 
     Returns:
-        What was loaded, and what was not.
+        The names that were loaded, and those that were not.
 
     Raises:
         ArgumentError: for a URL, or a pattern with more ``*`` on the right.
-        ArgumentTypeError: if ``path`` is no path, or ``module`` neither a model nor a network.
+        ArgumentTypeError: if ``path`` is not a path, or ``module`` is neither a model nor a
+            network.
         CheckpointError: if the file cannot be used.
         StateError: if names or shapes differ, and if the model has no networks yet.
-        UsageError: without safetensors; and for one network, in a setup without values
+        UsageError: without safetensors, or for a network that has no values yet
             (``Trainer(init="keyed")``).
     """
     if isinstance(module, Model):
@@ -275,7 +273,7 @@ class _Names:
         self._skip = {each: _compile(each) for each in skip}
 
     def __bool__(self) -> bool:
-        """Whether there is any pattern."""
+        """Return whether there is any pattern."""
         return bool(self._rename or self._skip)
 
     def apply(
@@ -297,7 +295,7 @@ class _Names:
             if new in olds:
                 raise StateError(
                     f"load_weights(rename=...) must give each tensor in {self._path} a name of its "
-                    f"own, but {olds[new]} and {old} both become {new}. Correct the patterns."
+                    f"own, but {olds[new]} and {old} both become {new}. Change the patterns."
                 )
             entries[new], olds[new] = entry, old
         for name in {**entries, **dict.fromkeys(present)}:
@@ -311,7 +309,7 @@ class _Names:
                 f"load_weights({str(self._path)!r}, ...) must get patterns that match a name, but "
                 f"{', '.join(map(repr, idle))} matches none. The file has {_some([*found])}; the "
                 "first pattern of rename that matches a name counts, and skip is about new names. "
-                "Correct the pattern, or omit it."
+                "Fix the pattern, or omit it."
             )
         return {name: entry for name, entry in entries.items() if name not in report.skipped}
 
@@ -526,5 +524,5 @@ def _open_safetensors(path: Path, stack: ExitStack) -> dict[str, _Entry]:
         }
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} is no safetensors file, or a damaged one: {error}. Download it again."
+            f"{path} is not a safetensors file, or is damaged: {error}. Download it again."
         ) from error

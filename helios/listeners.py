@@ -1,8 +1,8 @@
-"""What listens to the iterations of a run, and to the run as a whole, besides hooks of users.
+"""Listeners to the iterations of a run, and to the run as a whole, besides hooks of users.
 
-Loops and the writer of checkpoints know nothing of who listens. They go over the methods that
-:class:`Listeners` has found: where nobody listens there is nothing to go over. docs/ledger.md
-says for each call in which thread and on which ranks it comes, and what an error does.
+Loops and the writer of checkpoints do not know the listeners. They call the methods that
+:class:`Listeners` has found, so an unused method costs nothing. docs/ledger.md says in which thread
+and on which ranks each method is called, and what an error does.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 @final
 @dataclass(slots=True)
 class Iteration:
-    """An iteration that has ended; there is one object, which each iteration fills anew.
+    """An iteration that has ended; one object, which is reused in each iteration.
 
     Attributes:
         state: the counters.
-        loss_means: the sums of losses, to which those of the iteration were added.
+        loss_means: the sums of losses, including those of the iteration.
         losses: the table of losses, after the last event that may change it.
         means: the losses before the last events, as float64 means over replicas, for recorders.
-        weighted: of which sums and weights some of the losses are the means.
-        beside: replicas of this process, and the numbers that their steps have logged, or returned
-            beside the losses; each alone, or as a sum with its weight.
-        rates: the learning rates of groups that steps have used, of optimizers whose schedulers
-            may have changed them since.
+        weighted: the sums and weights of losses that are weighted means.
+        beside: replicas of this process, and the numbers that their steps have logged or returned
+            along with the losses; each alone, or as a sum with its weight.
+        rates: the learning rates that steps have used, of optimizers whose schedulers may have
+            changed them since.
         norm: the norm of the gradients before ``clip_norm``; ``None`` if none was computed.
-        totals: what listeners have returned of the batches, added over all processes.
+        totals: the numbers that a listener returned for the batches, added over all processes.
         is_last: whether the iteration is the last one of its epoch.
         logs: whether losses are due to be logged.
         logged: their means, once a listener has logged them.
@@ -71,7 +71,7 @@ class IterationListener:
         steps_done: int,
         find_optimizers: Callable[[], Mapping[str, Optimizer]],
     ) -> None:
-        """Note that training starts, at the position of a new or resumed run.
+        """Handle the start of training, at the position of a new or resumed run.
 
         Args:
             schedule: the options of the run.
@@ -81,7 +81,7 @@ class IterationListener:
         """
 
     def epoch_opened(self, epoch: int, num_batches: int | None, step: int) -> None:
-        """Note that the data of an epoch is open: optimizers may be others than before.
+        """Handle the start of an epoch's data; optimizers may be others than before.
 
         Args:
             epoch: the number of completed epochs.
@@ -95,12 +95,12 @@ class IterationListener:
         indices: Sequence[Any] | None,
         contents: Sequence[Any] | None,
     ) -> Sequence[float]:
-        """Note the batches of an iteration, before anybody can change them.
+        """Handle the batches of an iteration, before anything can change them.
 
         Args:
             batches: the batch of each replica of this process.
             indices: those of the samples of each; ``None`` if unknown.
-            contents: what was read of each batch where it was fetched; ``None`` to read it here.
+            contents: what a worker read of each batch; ``None`` to read it here.
 
         Returns:
             Numbers that are added over all processes, together with the losses. Only one listener
@@ -109,10 +109,10 @@ class IterationListener:
         return ()
 
     def iteration_ended(self, iteration: Iteration) -> None:
-        """Note an iteration, after its last event."""
+        """Handle an iteration, after its last event."""
 
     def evaluated(self, label: str, number: int, total: int | None) -> None:
-        """Note how many batches of an evaluation are done; it begins with none.
+        """Handle the progress of an evaluation, from 0 batches on.
 
         Args:
             label: what it is.
@@ -121,18 +121,18 @@ class IterationListener:
         """
 
     def paused(self) -> None:
-        """Note that no iteration has used the time since the last one: an evaluation ends here."""
+        """Handle the end of an evaluation, whose time belongs to no iteration."""
 
     def epoch_ended(self) -> None:
-        """Note the end of an epoch."""
+        """Handle the end of an epoch."""
 
     def training_ended(self, state: TrainingState) -> None:
-        """Note the end of a training that was not interrupted."""
+        """Handle the end of a run that was not interrupted."""
 
 
 @final
 class Listeners:
-    """Who is notified in each call: only the methods that do something.
+    """The methods to call for each event: only those that do something.
 
     Args:
         listeners: those of a run, in the order in which they are called.
@@ -180,34 +180,34 @@ class Validated:
 
 
 class RunListener:
-    """Listens to a run as a whole, beside its checkpoints; by default it does nothing."""
+    """Listens to a run as a whole and its checkpoints; by default it does nothing."""
 
     def opened(self) -> None:
-        """Begin or continue files, once nothing can refuse the start any more."""
+        """Begin or continue files, once the start can no longer be refused."""
 
     def saving(self) -> Mapping[str, Any]:
-        """Return the marks that the record of a checkpoint holds, by the name of their key."""
+        """Return entries for the record of a checkpoint, by key."""
         return {}
 
     def before_commit(self) -> None:
         """Write what a checkpoint relies on; an ``OSError`` makes the save fail."""
 
     def committed(self, path: Path, sidecar: Sidecar) -> None:
-        """Note that a checkpoint is on the disk, with the sidecar that was written beside it."""
+        """Handle a checkpoint that is on the disk, with its sidecar."""
 
     def save_failed(self, path: Path, error: Exception) -> None:
-        """Note that a checkpoint could not be written."""
+        """Handle a checkpoint that could not be written."""
 
     def validated(self, validated: Validated) -> None:
-        """Note the scores of a validation."""
+        """Handle the scores of a validation."""
 
     def ended(
         self, reason: str, *, interruption: str | None = None, error: BaseException | None = None
     ) -> None:
-        """Note why training has ended, or by what it was interrupted, or which error ends it."""
+        """Handle the end of training: its reason, an interruption or an error."""
 
     def closed(self) -> None:
-        """Write what waits, and close files, whatever has happened."""
+        """Write pending data and close files, also after an error."""
 
 
 class Recorder(RunListener, IterationListener):

@@ -33,7 +33,7 @@ _AFTER_UPDATE = _IN_UPDATE | {
 
 
 class Agreement(ABC):
-    """What this process requests, and what all processes know.
+    """The requests of this process, and those that all processes know.
 
     Args:
         run: the run, which holds the requests.
@@ -44,8 +44,8 @@ class Agreement(ABC):
         keeps_losses: whether losses cannot change between the last backward of a window and the
             end of its last replica.
         frees_gradients: whether nothing reads the gradients of a single replica after its backward.
-        has_own_loops: whether a loop is not Helios' own: it may update more often on one process
-            than on another.
+        has_own_loops: whether a loop is custom: it may update more often on one process than on
+            another.
     """
 
     keeps_losses: bool = False
@@ -67,7 +67,7 @@ class Agreement(ABC):
         return self._writer is not None and self._writer.failure is not None
 
     def expect_late_requests(self) -> None:
-        """Record that loops or an engine are not Helios' own: they may make requests anywhere."""
+        """Record that loops or an engine are custom: they may make requests anywhere."""
 
     def begin(self, asking: Set[str]) -> None:
         """Agree on what may be requested late; all processes call this before the first iteration.

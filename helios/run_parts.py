@@ -1,7 +1,7 @@
 """``RunParts``: the objects of a run, which stay the same from its start to its end.
 
-A start makes them once. Loops take what they need from them when they are attached, and hooks see
-them through their context; what changes meanwhile is in the ``RunState``.
+A start creates them once. Loops take what they need when they are attached, and hooks see them
+through their context; values that change are in the ``RunState``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RunParts:
         display: the progress bars.
         seed: the run's seed.
         loop_states: states of the loops, by role path.
-        run: what changes while it goes on.
+        run: what changes during the run.
         schedule: the options that decide when something happens.
         sources: the data of each phase that has any, one source per loader.
         plugins: by id, in order of registration.
@@ -69,7 +69,7 @@ class RunParts:
         sanity_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
         owner_states: plain attributes of plugins, data module, loops and engine.
         findings: what limits the reproducibility of the run.
-        frozen: what checkpoints refer to instead of holding it; ``None`` if they hold everything.
+        frozen: frozen state that checkpoints only refer to; ``None`` if they hold everything.
         run_folder: folder of the run's checkpoints and records.
         is_replay: whether a part of a run is only repeated.
         outside: returns why the run is to be interrupted, if the reason came from outside.
@@ -139,29 +139,29 @@ class RunParts:
 
     @cached_property
     def context(self) -> Context:
-        """What hooks may see of the run."""
+        """The run as hooks see it."""
         return Context(self)
 
     @cached_property
     def agreement(self) -> Agreement:
-        """How all processes agree on what is requested."""
+        """The agreement of all processes on requests."""
         if self.replicas.has_single_replica:
             return LoneAgreement(self.run, self.outside, self.writer)
         return SharedAgreement(self.run, self.outside, self.writer, self.replicas)
 
     @cached_property
     def loss_means(self) -> LossMeans:
-        """The training losses that people see."""
+        """The means of training losses to log."""
         return LossMeans()
 
     @cached_property
     def iteration(self) -> Iteration:
-        """What listeners get of an iteration that has ended, filled anew in each."""
+        """The iteration that listeners get at its end, one reused object."""
         return Iteration(self.run.state, self.loss_means)
 
     @cached_property
     def listeners(self) -> Listeners:
-        """All that listens to the iterations."""
+        """All listeners to the iterations."""
         log = LossLog(self.loss_means, self.context.log, self.replicas.gather_objects)
         logs = (log,) if self.schedule.logs else ()
         return Listeners((self.loss_means, *logs, self.display, *self.recorders))
@@ -174,7 +174,7 @@ class RunParts:
 
     @cached_property
     def idle_watch(self) -> IdleWatch:
-        """Notices that the steps of a new run learn nothing."""
+        """Detects that the steps of a new run learn nothing."""
         return IdleWatch(self.model, self.owner_states, self.replicas.gather_objects)
 
     @cached_property

@@ -1,7 +1,7 @@
-"""``RunState``: what changes while a run goes on, and more than one party needs.
+"""``RunState``: values that change during a run and are shared.
 
-Loops write it, hooks read it through their context, and checkpoints hold a part of it. What stays
-the same from the start of a run to its end is in ``run_parts``.
+Loops write it, hooks read it through their context, and checkpoints hold a part of it. Objects that
+stay the same from the start of a run to its end are in ``run_parts``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Place(Enum):
-    """Where a process is, in words and in the order of an iteration."""
+    """The place of a process in an iteration, in words and in order."""
 
     STARTING = "starting"
     STEP = "in train_step"
@@ -50,10 +50,10 @@ class RunState:
     Attributes:
         state: the counters that users see.
         cursor: position of the next batch.
-        phase: what the run is doing; a validation inside fit is ``Phase.VALIDATION``.
+        phase: the current phase; a validation inside fit is ``Phase.VALIDATION``.
         place: where this process is, in the order of an iteration.
         num_other_batches: batches so far that were not trained on: those of evaluations, and those
-            that were read again to come to the cursor.
+            that were read again to reach the cursor.
         asked: the requests of this process.
         agreed: the requests that all processes know.
         start: the epoch and the number of optimizer steps at which this start of the run began.
@@ -112,7 +112,7 @@ class RunState:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the run ends regularly at the next safe point."""
+        """Whether the run is finished at the next safe point."""
         return bool(self.agreed.stop_reason)
 
     @property

@@ -52,7 +52,7 @@ class Schedule:
 def ends_window(
     schedule: Schedule, *, iteration: int, batch: int, is_last: bool, is_manual: bool
 ) -> bool:
-    """Whether a batch is the last one of its accumulation window.
+    """Return whether a batch is the last one of its accumulation window.
 
     Args:
         schedule: the options.
@@ -71,7 +71,7 @@ def _is_multiple(count: int, frequency: int | None) -> bool:
 
 
 def is_log_due(schedule: Schedule, state: TrainingState) -> bool:
-    """Whether ``should_log`` is true: the count just reached a multiple of ``print_frequency``."""
+    """Return whether ``should_log`` is true: the count is a multiple of ``print_frequency``."""
     if schedule.print_frequency is None:
         return False
     has_moved = schedule.is_by_epoch or (state.is_step_boundary and state.is_step_committed)
@@ -86,13 +86,13 @@ def _is_due(schedule: Schedule, state: TrainingState, frequency: int | None) -> 
 
 
 def is_validation_due(schedule: Schedule, state: TrainingState) -> bool:
-    """Whether a validation follows this boundary, a step or the end of an epoch."""
+    """Return whether a validation follows this boundary, a step or the end of an epoch."""
     is_last = schedule.validates_last and state.current_iteration >= schedule.total_steps
     return _is_due(schedule, state, schedule.valid_frequency) or is_last
 
 
 def is_save_due(schedule: Schedule, state: TrainingState) -> bool:
-    """Whether ``chkpt_frequency`` requires a checkpoint at this boundary."""
+    """Return whether ``chkpt_frequency`` requires a checkpoint at this boundary."""
     return _is_due(schedule, state, schedule.chkpt_frequency)
 
 
@@ -108,7 +108,7 @@ def find_next(schedule: Schedule, state: TrainingState) -> float:
 
 
 def is_out_of_patience(schedule: Schedule, state: TrainingState) -> bool:
-    """Whether the metrics have not improved ``early_stop_cycles`` times in a row."""
+    """Return whether the metrics have not improved ``early_stop_cycles`` times in a row."""
     return (
         schedule.early_stop_cycles is not None
         and state.validation_cycles > 0
@@ -126,16 +126,16 @@ def find_limit(schedule: Schedule, state: TrainingState, cursor: Cursor) -> str:
 
 
 def is_limit(reason: str) -> bool:
-    """Whether a run ended because of its options (see :func:`find_limit`), not on request."""
+    """Return whether a run ended by its options (see :func:`find_limit`), not on request."""
     return reason in map(_REACHED.format, _LIMITS) or reason.startswith(_IMPATIENCE)
 
 
 def is_out_of_steps(schedule: Schedule, state: TrainingState) -> bool:
-    """Whether a run that counts epochs has made ``max_steps`` steps."""
+    """Return whether a run that counts epochs has made ``max_steps`` steps."""
     return schedule.max_steps is not None and state.global_step >= schedule.max_steps
 
 
 def is_total_reached(schedule: Schedule, state: TrainingState, cursor: Cursor) -> bool:
-    """Whether the run has reached ``total_steps``."""
+    """Return whether the run has reached ``total_steps``."""
     done = cursor.epoch if schedule.is_by_epoch else state.current_iteration
     return done >= schedule.total_steps

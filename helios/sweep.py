@@ -1,9 +1,9 @@
-"""``Sweep``: many runs whose parameters Optuna suggests, and which survive kills as a run does.
+"""``Sweep``: many runs with parameters that Optuna suggests, which survive kills as a run does.
 
-The journal of Optuna, a file, is all that a sweep remembers. What is suggested is a function of the
-journal, the seed of the sweep, the number of the trial and the name of the parameter, so that a
-sweep that was killed suggests what it would have suggested. A trial that a process left unfinished
-is still running by the journal; whoever finds it without a lock trains it to its end.
+The only memory of a sweep is a file, Optuna's journal. A suggestion is a function of the journal,
+the seed of the sweep, the number of the trial and the name of the parameter, so a killed sweep
+makes the same suggestions. A trial that a process left unfinished is still running by the journal;
+a process that finds it without a lock trains it to its end.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class TrialResult:
     Attributes:
         number: its number, from 0.
         params: its parameters, by name.
-        score: what the objective returned, or what a pruned trial has reported last; ``None`` if
-            there is nothing.
+        score: the result of the objective, or the last report of a pruned trial; ``None`` if there
+            is none.
         state: ``"finished"``, ``"pruned"``, ``"failed"`` or ``"running"``.
         folder: its folder, which holds the run.
     """
@@ -96,24 +96,24 @@ class TrialResult:
 class Sweep:
     """Trains many runs with parameters that a sampler of Optuna suggests.
 
-    Kill the script anywhere and run it again: trials that have ended count once, and the one that
-    was interrupted resumes, with its parameters, to the same bits. Several processes, on any
-    machines that share the folder, may run the same script: each trial is trained by one of them.
+    Kill the script anywhere and run it again: finished trials are not repeated, and the interrupted
+    one resumes, with its parameters, to the same bits. Several processes, on any machines that
+    share the folder, may run the same script: each trial is trained by one of them.
 
     Args:
-        folder: folder of the sweep: the journal, a picture, and ``runs/``, a folder per trial.
+        folder: folder of the sweep: the journal, a plot, and ``runs/``, a folder per trial.
         mode: ``"min"`` if small scores are good, ``"max"`` if large ones are; required.
-        random_seed: seed of what is suggested; ``None`` for 6691. A seed of the sampler has no
+        random_seed: seed of the suggestions; ``None`` for 6691. A seed of the sampler has no
             effect, except for the order of a ``GridSampler``.
         sampler: a ``RandomSampler``, ``TPESampler`` or ``GridSampler`` of Optuna; ``None`` for
             ``TPESampler()``.
-        pruner: what ends trials of which :meth:`Trial.pruning` reports poor scores; ``None`` for
+        pruner: ends trials for which :meth:`Trial.pruning` reports poor scores; ``None`` for
             ``MedianPruner()``.
 
     Raises:
-        ArgumentError: for another sampler, whose suggestions depend on what it drew before a kill,
-            and for other invalid values.
-        ArgumentTypeError: for a folder that is no path.
+        ArgumentError: for another sampler, whose suggestions would change after a kill, and for
+            other invalid values.
+        ArgumentTypeError: for a folder that is not a path.
 
     Attributes:
         folder: the folder.
@@ -163,15 +163,14 @@ class Sweep:
     ) -> list[TrialResult]:
         """Train trials until there are ``num_trials`` in the sweep; then print a table of them.
 
-        An exception ends the script and leaves the trial to the next start, which resumes it: after
-        an interruption as after an error in the code.
+        An interruption or an error ends the script, and the next start resumes the trial.
 
         Args:
             objective: gets a :class:`Trial`, trains with ``Trainer(chkpt_root=trial.folder, ...)``
-                and returns a score. What it does must follow from the parameters.
-            num_trials: number of trials in all starts and processes together; for a
-                ``GridSampler``, ``None`` for the whole grid, which is the most.
-            catch: exceptions with which a trial has failed, so that the sweep goes on.
+                and returns a score. It may depend on the parameters only.
+            num_trials: number of trials over all starts and processes; for a ``GridSampler``, at
+                most the size of the grid, and ``None`` for all of it.
+            catch: exceptions that make a trial fail instead of ending the sweep.
 
         Returns:
             All trials, the best first.
@@ -285,8 +284,8 @@ class Trial(optuna.Trial):
     def pruning(self, metric: str, *, plug_id: str = "pruning") -> Plugin:
         """Return a plugin that reports a score after each validation, and ends a poor trial.
 
-        The run then ends regularly, after that validation, and ``fit`` returns as usual; what the
-        objective returns does not count. A resumed run repeats validations; each counts once.
+        The run is then finished after that validation, and ``fit`` returns; the score that the
+        objective returns is ignored. A resumed run repeats validations; each counts once.
 
         Args:
             metric: name of the validation score.
@@ -295,7 +294,7 @@ class Trial(optuna.Trial):
         return _Pruning(self._journal, self._trial_id, metric, plug_id)
 
     def report(self, value: float, step: int) -> None:
-        """Report a score at a step, for the pruner; one that was reported before counts once.
+        """Report a score at a step, for the pruner; a repeated report counts once.
 
         Only objectives that do not use :meth:`pruning` need it.
         """

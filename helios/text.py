@@ -1,4 +1,4 @@
-"""Numbers as messages, tables and logs have them: bytes, scores, rates, places of a run."""
+"""Format numbers for messages, tables and logs: bytes, scores, rates, places of a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tuple_text(names: Iterable[str]) -> str:
 
 
 def number_text(number: float, digits: int = 6) -> str:
-    """Return a number with so many significant digits, or more: only a whole one looks like one.
+    """Return a number with at least so many significant digits; only whole numbers look whole.
 
     Example:
         >>> number_text(0.123456789), number_text(0.99996, 4), number_text(2.0)
@@ -62,7 +62,7 @@ def number_text(number: float, digits: int = 6) -> str:
 
 
 def with_step(iteration: int, step: int | None) -> str:
-    """Return an iteration as places in messages have it: with its step, if that is another number.
+    """Return an iteration for messages: with its step, if that is another number.
 
     Args:
         iteration: its number, which files are named after.
@@ -76,7 +76,7 @@ def with_step(iteration: int, step: int | None) -> str:
 
 
 def rate_text(rate: float) -> str:
-    """Return a learning rate with up to four digits, as it is written in a script.
+    """Return a learning rate with up to four digits, as you would write it in a script.
 
     Example:
         >>> rate_text(0.1), rate_text(0.00082), rate_text(1e-3), rate_text(0.0)
@@ -89,7 +89,7 @@ def rate_text(rate: float) -> str:
 
 
 def as_json(value: float) -> float | str:
-    """Return a number as JSON has it: NaN and infinities become strings that ``float`` reads."""
+    """Return a number for JSON: NaN and infinities become strings that ``float`` reads."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

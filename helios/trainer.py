@@ -58,10 +58,9 @@ class Trainer:
         train_unit: unit of ``total_steps`` and the frequencies: epochs or optimizer steps, which
             ``"iteration"`` and ``"step"`` both mean.
         total_steps: length of the run in that unit; ``float("inf")`` for no limit. New scripts pass
-            ``max_epochs`` or ``max_steps``; beside ``total_steps``, ``"auto"`` means never.
+            ``max_epochs`` or ``max_steps``; with ``total_steps``, ``"auto"`` means never.
         valid_frequency: validate every N epochs or steps; ``None`` for never. ``"auto"`` is every
-            epoch, or every 1,000 steps of a stream without a length; never beside
-            ``total_steps``.
+            epoch, or every 1,000 steps of a stream without a length; never with ``total_steps``.
         chkpt_frequency: write a checkpoint every N epochs or steps, or every ``"10min"``; needs
             ``chkpt_root``. ``"auto"`` is after each epoch and validation, and at least every ten
             minutes.
@@ -84,46 +83,45 @@ class Trainer:
         run_path: folder of TensorBoard runs.
         src_root: package to import at the start: its modules fill the registries.
         import_prefix: prefix of its modules.
-        print_banner: log what the run is: versions, device, plan, model and data, at its first
-            start.
+        print_banner: log versions, device, plan, model and data at the first start.
         max_epochs: length of the run in epochs, which frequencies count then.
-        max_steps: length in optimizer steps; beside ``max_epochs``, what comes first ends the run.
+        max_steps: length in optimizer steps; with ``max_epochs``, whichever comes first ends the
+            run.
         engine: your own engine, with its device.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: the type of the parameters, autocast, or
             autocast with loss scaling.
         plugins: plugins to register, in this order.
-        store: how checkpoints are written and kept. Beside ``max_epochs`` or ``max_steps``,
-            ``None`` keeps the newest three, and the best by ``EarlyStopping``.
+        store: how checkpoints are written and kept. With ``max_epochs`` or ``max_steps``, ``None``
+            keeps the newest three, and the best by ``EarlyStopping``.
         signals: signals on which ``fit`` saves and ends, and how; ``None`` for ``Signals()``.
         num_replicas: data-parallel replicas, which define the run; ``None`` for the number of
             processes. Fixed at the first start.
         nproc: processes that run the replicas, at most ``num_replicas``: on the CPU, or one per
             GPU (``None``: all selected GPUs). Under torchrun and srun, these set the number.
-        sharding: ``"full"`` shards the model: parameters, gradients and the state of optimizers,
-            over the processes, so that none of them holds all of it.
+        sharding: ``"full"`` shards parameters, gradients and optimizer state over the processes.
         init: ``"keyed"`` initializes module by module, so that no process holds the whole model.
-        clip_norm: maximum 2-norm of the gradients, of a step in automatic mode.
+        clip_norm: maximum 2-norm of the gradients of a step, in automatic mode.
         clip_value: maximum magnitude of a gradient, element by element, in automatic mode.
         resume: ``"auto"`` continues the run, from its newest checkpoint; ``"never"`` starts a new
             run at every call and moves existing files to ``before-<date>/``; a path continues from
             that file.
-        allow_changes: settings that may have changed, by name, since the checkpoint.
+        allow_changes: names of settings that may have changed since the checkpoint.
         on_incomplete: ``"raise"`` for errors: a ``StateError`` instead of a checkpoint that lacks
-            state, and a ``RunMismatchError`` if the data is not what the run was trained on, or if
-            a resumed run reaches a lower level of reproducibility than it had.
+            state, and a ``RunMismatchError`` if the data is not that of the run, or if a resumed
+            run has a lower level of reproducibility than before.
         ledger: ``"steps"`` for one line per iteration, in ``ledger.jsonl``, if checkpoints are
-            written; ``"off"`` writes no evidence at all.
+            written; ``"off"`` writes neither that nor ``run.jsonl``.
         skip_batches: numbers of batches to skip, counted from 1 over all epochs.
         sanity_steps: batches to validate before training, of each loader, at the start of a new
             run, without side effects; 0 for none.
         batch_limits: maximum number of batches, by phase: ``{Phase.TRAINING: 10}``, or
             ``{"training": 10}``.
-        params: what else defines the run, such as ``{"lr": 0.1}``: a mapping, a dataclass or a
-            namespace of plain values. Another value stops a resume.
-        max_restarts: restarts of a job that fails, from its newest checkpoint, because one of its
-            ``nproc`` processes has failed. An interruption or a time limit is no failure.
-        hang_timeout: end after N seconds at a standstill: without any progress, every process
-            writes its stacks beside the run and ends with exit code 75. ``None`` for never.
+        params: values that also define the run, such as ``{"lr": 0.1}``: a mapping, a dataclass or
+            a namespace of plain values. Another value stops a resume.
+        max_restarts: restarts from the newest checkpoint after one of the ``nproc`` processes has
+            failed. An interruption or a time limit is not a failure.
+        hang_timeout: end after N seconds without progress: every process writes its stacks to the
+            run's folder and exits with 75. ``None`` for never.
 
     Attributes:
         model: the model of the last call of fit, validate, test or predict.
@@ -238,10 +236,10 @@ class Trainer:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a script after ``fit``, which ``helios.Interrupted`` ends with it.
+        """Exit code for the script after ``fit``; ``helios.Interrupted`` has it, too.
 
         0 if the run is finished, 1 after an error. After an interruption 75 ("try again") if the
-        same command would resume from a checkpoint; else that of the signal, such as 130.
+        same command would resume from a checkpoint; otherwise that of the signal, such as 130.
         """
         return self._exit_code
 
@@ -273,7 +271,7 @@ class Trainer:
         self._require_run("request_checkpoint").context.request_checkpoint()
 
     def request_stop(self, reason: str = "request_stop was called") -> None:
-        """Request the regular end of the run at the next safe point.
+        """Request to finish the run at the next safe point.
 
         Raises:
             UsageError: if ``fit`` is not running.
@@ -374,7 +372,7 @@ class Trainer:
             Interrupted: after a signal or a time limit; the script ends with :attr:`exit_code`. In
                 an interactive session, a ``KeyboardInterrupt``.
             HeliosError: see ``helios.errors``.
-            Exception: whatever user code raises, after everything was torn down.
+            Exception: any exception of user code, after the teardown.
         """
         self._exit_code = 0
         try:
@@ -420,12 +418,13 @@ class Trainer:
         """Test a checkpoint; returns its scores, which are in ``model.test_scores``, too.
 
         ``checkpoint`` is ``"newest"``, ``"best"`` (by the score of ``KeepBest``, or else of
-        ``EarlyStopping``), a file, or ``None`` for no checkpoint. If it is omitted after a regular
-        end of :meth:`fit` with this model in this process, the model is tested as it is: nothing is
-        set up or loaded. Otherwise it is the newest one, or the file of ``resume`` if this trainer
-        has not trained. Without a checkpoint, a model that this trainer has trained is tested as it
-        is. Any other model needs its own ``load_for_testing``, or ``checkpoint=None``: then it is
-        tested as ``setup`` and ``load_for_testing`` make it. The log says which weights are tested.
+        ``EarlyStopping``), a file, or ``None`` for no checkpoint. If it is omitted after
+        :meth:`fit` has finished this model in this process, the model is tested as it is: nothing
+        is set up or loaded. Otherwise it is the newest one, or the file of ``resume`` if this
+        trainer has not trained. Without a checkpoint, a model that this trainer has trained is
+        tested as it is. Any other model needs its own ``load_for_testing``, or ``checkpoint=None``:
+        then it is tested as ``setup`` and ``load_for_testing`` make it. The log says which weights
+        are tested.
 
         Everything that hooks can reach, such as optimizers and attributes, is as it was when the
         checkpoint was written. What cannot be restored, such as an optimizer that ``setup`` does
@@ -466,7 +465,7 @@ class Trainer:
 
         Pass the model, the data and the options of the run. It is trained as after a resume, with
         the events of :meth:`fit`, until a line differs or ``stop`` is reached. Nothing is written:
-        no checkpoint, log or ledger. The run may be training meanwhile. Your own loggers can see
+        no checkpoint, log or ledger. The run may continue meanwhile. Your own loggers can check
         ``context.is_replay``.
 
         Args:
@@ -481,7 +480,7 @@ class Trainer:
             LedgerError: if the run has no ledger, or one that cannot be used.
             CheckpointError: if there is no usable checkpoint to begin with.
             UsageError: below the level ``restart``, or after an interruption.
-            Exception: whatever user code raises.
+            Exception: any exception of user code.
         """
         asked = ReplayOptions(start, stop)
         found: Replay = self._call(Phase.TRAINING, model, datamodule, asked=asked)
@@ -497,32 +496,32 @@ class Trainer:
         num_steps: int = 100,
         loss: str = "loss",
     ) -> LearningRates:
-        """Search for a learning rate: train a few steps with one that grows, and forget them.
+        """Search for a learning rate: train a few steps while it grows, then restore everything.
 
         The rate of the first group of each optimizer grows exponentially; other groups keep their
         ratio to it. Schedulers have no effect, and the search ends early once the loss diverges.
 
-        Model, data, generators and folders are as before, whatever has happened; what data sets and
-        networks hold in memory is copied for that. Of the plugins, only the one that maps batches
-        takes part. It runs in this process, with the replicas of the run, or in all processes of a
-        launcher. ``setup`` and the events of a training are called, except those of validations and
-        checkpoints: what your own hooks write to disks stays there.
+        Model, data, generators and folders are restored, also after an error; data sets and
+        networks in memory are copied for that. Of the plugins, only the one that maps batches takes
+        part. It runs in this process, with the replicas of the run, or in all processes of a
+        launcher. ``setup`` and the events of training are called, except those of validations and
+        checkpoints; files that your own hooks write stay.
 
         Args:
             model: the model, whose ``setup`` builds the optimizers.
             datamodule: its data.
             lowest: the first rate.
             highest: the last rate.
-            num_steps: how many steps are trained, at most.
+            num_steps: the maximum number of steps.
             loss: the name of the loss, for a model with several.
 
         Returns:
-            The rates and losses, ``suggestion``, and ``plot()`` for a picture.
+            The rates and losses, ``suggestion``, and ``plot()``.
 
         Raises:
             ArgumentError: if a value is invalid, or the model has no such loss (a ``ValueError``).
             Interrupted: after a signal.
-            Exception: whatever user code raises.
+            Exception: any exception of user code.
         """
         from helios.find_lr import RangeTest, find_rates
 

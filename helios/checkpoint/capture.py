@@ -1,7 +1,7 @@
 """Converts a run to a record and back, asking each object for its state in a fixed order.
 
-For a training that is the whole state. For inference, and for a finished run, it is what their
-objects hold.
+For training that is the complete state; for inference and finished runs, only the state of the
+objects.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OWN_KINDS = (FindingKind.OBSTACLE, FindingKind.UNSHARED)
 
 
 def capture(parts: RunParts) -> Record:
-    """Return the whole state of a training, by reference; all processes call this together."""
+    """Return the complete state of a run, by reference; all processes must call this together."""
     run, source = parts.run, parts.training_source
     trained, own, lacking = _capture_objects(parts, leaves_out=True)
     model, owners = trained.model, trained.owners
@@ -99,7 +99,7 @@ def _refuse_misfits(misfits: dict[str, str]) -> None:
 
 
 def apply(record: Record, parts: RunParts, *, state: TrainingState, cursor: Cursor) -> None:
-    """Restore the state of a training from a record.
+    """Restore the state of a run from a record.
 
     Args:
         record: the record; nothing that :func:`detach` would copy is referred to afterwards.
@@ -124,10 +124,10 @@ def apply(record: Record, parts: RunParts, *, state: TrainingState, cursor: Curs
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What the objects of a run hold, for inference and for other processes.
+    """The state of the objects of a run, for inference and for other processes.
 
     Attributes:
-        model: what its ``state_dict`` returned.
+        model: the result of its ``state_dict``.
         tables: its tables of losses and scores.
         plugins: states of plugins by id.
         loops: states of loops by role path.
@@ -152,13 +152,13 @@ class Trained:
 
 
 def choose_trained(record: Record, replicas: Replicas) -> Trained:
-    """Return what a process saved, or rank 0, if there are other processes now."""
+    """Return the state of a process, or of rank 0 if the number of processes has changed."""
     is_same = len(record.by_rank) == replicas.num_processes
     return Trained.of(_take_own_part(record, replicas) if is_same else record)
 
 
 def capture_trained(parts: RunParts) -> Trained:
-    """Return what was trained, by reference; all processes call this together."""
+    """Return the state of the objects, by reference; all processes must call this together."""
     trained, _, _ = _capture_objects(parts, leaves_out=False)
     joined = parts.replicas.join_shards((trained.model, trained.plugins, trained.owners))
     return dataclasses.replace(
@@ -190,12 +190,12 @@ def _capture_objects(
 
 
 def apply_trained(trained: Trained, parts: RunParts, *, is_inference: bool) -> None:
-    """Restore what the objects of a run hold.
+    """Restore the state of the objects of a run.
 
     Args:
         trained: it.
         parts: the objects of the run, after its setup.
-        is_inference: whether what the run does not have is passed over.
+        is_inference: whether to ignore state of objects that the run does not have.
 
     Raises:
         StateError: if an object refuses its state.

@@ -29,13 +29,13 @@ from helios.storage.staging import WriterThread
 _LOGGER = logging.getLogger(__name__)
 
 Describe: TypeAlias = Callable[[dict[str, Any]], PendingCheckpoint]
-"""Completes a payload on rank 0, as hooks have left it, and says where and how it is written."""
+"""Completes a payload on rank 0 after its hooks, and returns where and how to write it."""
 
 
 class CheckpointWriter:
-    """The saves of a run that writes nothing, as in a replay, and the base of those that do.
+    """The saves of a run that writes nothing, as in a replay, and the base of other writers.
 
-    All processes call each method together, unless it says otherwise.
+    All processes must call each method together, unless it says otherwise.
 
     Args:
         newest: the checkpoint that the run starts from; ``None`` without one.
@@ -43,7 +43,7 @@ class CheckpointWriter:
 
     Attributes:
         newest: the newest checkpoint that was begun; on rank 0, of those that are committed.
-        failure: the error of a save of this process that must end the training, else ``None``.
+        failure: the error of a save of this process that must end the run, or ``None``.
     """
 
     def __init__(self, newest: Path | None = None, place: tuple[int, int] | None = None) -> None:
@@ -70,11 +70,11 @@ class CheckpointWriter:
         return None
 
     def has(self, state: TrainingState) -> bool:
-        """Whether a checkpoint of this iteration is committed or in progress; rank 0 looks."""
+        """Return whether rank 0 has a checkpoint of this iteration, committed or in progress."""
         return self._announced == (state.global_epoch, state.global_iteration)
 
     def raise_failure(self) -> None:
-        """Raise the error of a failed save that must end the training, in all processes."""
+        """Raise the error of a failed save that must end the run, in all processes."""
 
     def wait(self) -> Path | None:
         """Wait until this process writes nothing; returns the newest checkpoint."""
@@ -84,7 +84,7 @@ class CheckpointWriter:
         """Wait until all checkpoints are on the disk.
 
         Args:
-            conclude: is called on rank 0 then, with the newest one.
+            conclude: called on rank 0 afterwards, with the newest one.
 
         Raises:
             SaveError: in all processes, if the disk refused the last checkpoint.
@@ -92,11 +92,11 @@ class CheckpointWriter:
         """
 
     def close(self) -> None:
-        """Wait for the save in progress, whatever has happened, and release the memory."""
+        """Wait for the save in progress, also after an error, and release the memory."""
 
 
 class PlainWriter(CheckpointWriter):
-    """Saves checkpoints of models that are whole: rank 0 writes them.
+    """Saves checkpoints of unsharded models: rank 0 writes them.
 
     Args:
         folder: the run's folder, with its options.
@@ -174,7 +174,7 @@ class PlainWriter(CheckpointWriter):
         """Write and commit what is encoded, in a thread or before this returns.
 
         Raises:
-            Exception: the failure of this save, if it is written now and must end the training.
+            Exception: the failure of this save, if it is written now and must end the run.
         """
         if is_now:
             self._commit(pending)
@@ -242,7 +242,7 @@ class PlainWriter(CheckpointWriter):
                 self.failure = self.failure or other
 
     def has(self, state: TrainingState) -> bool:
-        """Whether a checkpoint of this iteration is committed or in progress; rank 0 looks."""
+        """Return whether rank 0 has a checkpoint of this iteration, committed or in progress."""
         place = state.global_epoch, state.global_iteration
         is_there = self._is_first and (self._in_flight == place or self._find(place) is not None)
         (is_there,) = self._replicas.agree(is_there)
@@ -256,7 +256,7 @@ class PlainWriter(CheckpointWriter):
             return None
 
     def raise_failure(self) -> None:
-        """Raise the error of a failed save that must end the training, in all processes."""
+        """Raise the error of a failed save that must end the run, in all processes."""
         self._replicas.on_first(self._raise_own_failure)
 
     def _raise_own_failure(self) -> None:
@@ -284,17 +284,17 @@ class PlainWriter(CheckpointWriter):
             path, error = self._refused
             raise SaveError(
                 f"The last checkpoint, {path}, {self._describe_fate(path)}: {error}. The newest "
-                f"safe one is {self._newest_name}. Make room or correct the permissions, and run "
-                "the same command again: it repeats what is missing, with the same bits."
+                f"safe one is {self._newest_name}. Free disk space or fix the permissions, and run "
+                "the same command again: it repeats the missing steps, with the same bits."
             ) from error
 
     def close(self) -> None:
-        """Wait for the save in progress, whatever has happened, and release the memory."""
+        """Wait for the save in progress, also after an error, and release the memory."""
         self._thread.close()
 
 
 class ShardedWriter(PlainWriter):
-    """Saves checkpoints of models that are sharded: each process writes what it holds.
+    """Saves checkpoints of sharded models: each process writes its shards.
 
     The processes write together, in a thread of each with a group of its own. Rank 0 commits, and
     decides whether a failure ends the training.

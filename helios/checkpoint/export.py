@@ -1,7 +1,7 @@
 """Exports the weights of a checkpoint, under the names that plain PyTorch uses.
 
-The model that wrote the checkpoint is not needed, because the file identifies networks. Optimizers,
-counters and random number generators are not exported.
+This does not need the model, because the file identifies networks. Optimizers, counters and random
+number generators are not exported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Weights:
             names: which ones; ``None`` for all.
 
         Raises:
-            DamagedCheckpointError: if their bytes are not those that were written.
+            DamagedCheckpointError: if their bytes have changed since they were written.
         """
         chosen = {name: self.tensors[name] for name in (self.tensors if names is None else names)}
         unique = {id(part): part for part in chosen.values()}
@@ -203,7 +203,7 @@ _Writer = Callable[[Path, Mapping[str, Tensor]], None]
 def write_weights(
     path: Path, weights: Weights, *, kind: str, metadata: Mapping[str, str], replaces: bool = False
 ) -> None:
-    """Write weights to a file, durably; a kill leaves the old file or the new one.
+    """Write weights to a file, durably and atomically.
 
     Args:
         path: the file.
@@ -213,7 +213,7 @@ def write_weights(
         replaces: whether an existing file may be overwritten.
 
     Raises:
-        ArgumentError: if the file exists, or would be taken for a checkpoint.
+        ArgumentError: if the file exists, or is named like a checkpoint.
         ModuleNotFoundError: if safetensors is requested and not installed.
         CheckpointError: if the format cannot hold a tensor.
         OSError: if the disk fails.
@@ -238,8 +238,8 @@ def write_folder(
 ) -> list[str]:
     """Write weights to a folder that ``from_pretrained`` of transformers loads, durably.
 
-    Memory is needed for the tensors of one file. A kill leaves the whole folder, or nothing under
-    this name.
+    This needs memory for the tensors of one file. After a kill, there is the complete folder, or
+    nothing under this name.
 
     Args:
         path: the folder, which must not exist.
@@ -251,7 +251,7 @@ def write_folder(
         The names of its files.
 
     Raises:
-        ArgumentError: if there is something at the path, or it is named like a checkpoint.
+        ArgumentError: if the path exists, or is named like a checkpoint.
         ModuleNotFoundError: if safetensors is not installed.
         CheckpointError: if the format cannot hold a tensor.
         OSError: if the disk fails.
@@ -313,11 +313,11 @@ def _write_bytes(path: Path, data: bytes) -> None:
 
 
 def _refuse_checkpoint_name(path: Path) -> None:
-    """Refuse a name that a training would take for a checkpoint, or for a part of one."""
+    """Refuse a name that a run would take for a checkpoint, or for a part of one."""
     if any(map(file_names.is_checkpoint, (path, *path.absolute().parents))):
         raise ArgumentError(
             f"Exported weights must not be named like a checkpoint or be in the folder of one, got "
-            f"{path}: a training would load them. Choose another name."
+            f"{path}: a run would load them. Choose another name."
         )
 
 

@@ -20,12 +20,12 @@ from helios.storage.files import TEMPORARY_SUFFIX, as_local_path, find_free
 Found = TypeVar("Found")
 
 SCHEMA = 5
-"""Version of the format; a file with a higher one is not read."""
+"""Version of the format; files with a higher one are refused."""
 FIRST_SCHEMA = 5
-"""That of the first release; only development versions wrote files with a lower one."""
+"""The version of the first release; files with a lower one are refused."""
 
 CONFIG_NAME = "config.yaml"
-"""The file of the options of a command line that has started a run."""
+"""The file with the command-line options of a run."""
 
 # The keys that are read without decoding the file; `record` has all of them.
 KEY_SCHEMA = "schema"
@@ -152,7 +152,7 @@ def run_name(stem: str) -> str:
 
 
 def belongs_to(path: Path, name: str) -> bool:
-    """Whether a checkpoint belongs to the run of this name, judged by its file name.
+    """Return whether a checkpoint belongs to the run of this name, judged by its file name.
 
     The name of a run, and its metadata, may contain the words ``epoch`` and ``iter`` themselves.
 
@@ -187,42 +187,42 @@ def damaged_path(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file or folder is a committed checkpoint, judged by its name."""
+    """Return whether a file or folder is a committed checkpoint, judged by its name."""
     return path.suffix in _SUFFIXES and parse(path) is not None
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a checkpoint, draft or damaged checkpoint is a folder, judged by its name."""
+    """Return whether a checkpoint, draft or damaged checkpoint is a folder, judged by its name."""
     return _FOLDER.search(path.name) is not None
 
 
 def is_present(path: Path) -> bool:
-    """Whether there is a file, or the folder of a sharded checkpoint."""
+    """Return whether there is a file, or the folder of a sharded checkpoint."""
     return path.is_dir() if is_folder(path) else path.is_file()
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file is an incomplete part of a checkpoint, judged by its name."""
+    """Return whether a file is an incomplete part of a checkpoint, judged by its name."""
     written = path.with_suffix("")
     is_part = written.suffix in (*_SUFFIXES, SIDECAR_SUFFIX)
     return path.suffix == TEMPORARY_SUFFIX and is_part and parse(path) is not None
 
 
 def is_damaged(path: Path) -> bool:
-    """Whether a file or folder was put aside as damaged, judged by its name."""
+    """Return whether a file or folder was put aside as damaged, judged by its name."""
     return path.suffix == DAMAGED_SUFFIX and parse(path) is not None
 
 
 def is_damaged_checkpoint(path: Path) -> bool:
-    """Whether it is a checkpoint, not a sidecar, that was put aside as damaged."""
+    """Return whether a file is a checkpoint, not a sidecar, that was put aside as damaged."""
     return is_damaged(path) and not set(_SUFFIXES).isdisjoint(path.suffixes)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """Return the committed checkpoints directly in a folder, oldest first.
 
-    A running training commits a checkpoint and then deletes older ones: one listing of a large
-    folder may miss both. The folder is listed until nothing changes in between.
+    A running script commits a checkpoint and then deletes older ones: one listing of a large folder
+    may miss both. The folder is listed again until nothing has changed.
     """
     found = list_checkpoints(folder)
     for _ in range(_MAX_LISTINGS):
@@ -273,8 +273,8 @@ def listings(folder: Path) -> Iterator[list[Path]]:
     for _ in range(_MAX_LISTINGS):
         yield find_checkpoints(folder)
     raise CheckpointError(
-        f"The checkpoints in {folder} could not be read: a running training deleted each of them "
-        "before it was read to the end. Let that run save less often, or keep more with "
+        f"The checkpoints in {folder} could not be read: a running script deleted each of them "
+        "before it was read completely. Save less often in that run, or keep more with "
         "CheckpointStore(keep_last=...)."
     )
 
@@ -304,7 +304,7 @@ def search(
 
 
 def is_gone(path: Path) -> bool:
-    """Whether the file was deleted; one that cannot be accessed was not."""
+    """Return whether the file was deleted; one that cannot be accessed was not."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

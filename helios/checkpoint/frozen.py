@@ -1,7 +1,8 @@
 """Weights that checkpoints refer to, instead of holding them: ``CheckpointStore(frozen=...)``.
 
-What is frozen and as ``setup`` has made it is left out of a checkpoint, which has its digest. A
-start that loads the checkpoint proves by that digest that its own ``setup`` has made the same.
+Weights that are frozen and unchanged since ``setup`` are left out of a checkpoint, which has their
+digest. A start that loads the checkpoint checks with it that its own ``setup`` made the same
+weights.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SHOWN = 4
 
 
 def references_of(state: object) -> Mapping[str, str] | None:
-    """Return the digests of what a state of a model refers to; ``None`` if it holds everything."""
+    """Return the digests of weights that a model's state refers to, or ``None``."""
     # A state of the user's own may have a key of this name.
     if not isinstance(state, Mapping) or not state.keys() >= {"objects", "flags", _KEY}:
         return None
@@ -39,9 +40,9 @@ def references_of(state: object) -> Mapping[str, str] | None:
 
 @final
 class FrozenWeights:
-    """What ``setup`` has made and frozen, as far as checkpoints may refer to it.
+    """The frozen weights of ``setup`` that checkpoints may refer to.
 
-    A tensor that is thawed or changed is saved from then on.
+    A tensor that is unfrozen or changed is saved from then on.
 
     Args:
         model: the model, after its setup and before anything is loaded.
@@ -63,7 +64,7 @@ class FrozenWeights:
             self._sums[name], self._digests[name] = tensor_sum(tensor), digest_of(tensor)
 
     def keep(self, names: Mapping[str, str] | None) -> None:
-        """Save what a checkpoint holds, also in the next ones.
+        """Save the weights that a checkpoint holds in the next ones, too.
 
         Args:
             names: the digests in that checkpoint; ``None`` if it holds everything.
@@ -72,7 +73,7 @@ class FrozenWeights:
             self._digests = {x: digest for x, digest in self._digests.items() if x in names}
 
     def leave_out(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state of the model without what is frozen and unchanged."""
+        """Return a state of the model without frozen and unchanged weights."""
         objects, kept = dict(state["objects"]), dict[str, str]()
         for path, key, name, tensor in _frozen_tensors(self._model):
             if name in self._digests and tensor_sum(tensor) == self._sums[name]:
@@ -113,14 +114,14 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def complete(state: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return a state with what it refers to, as the ``setup`` of this start has made it.
+    """Return a state with the weights that it refers to, from the ``setup`` of this start.
 
     Args:
         state: the state of a model in a checkpoint.
         model: the model, after its setup.
 
     Raises:
-        RunMismatchError: if ``setup`` has made something else, or does not make it.
+        RunMismatchError: if ``setup`` makes other weights, or lacks them.
     """
     digests = references_of(state)
     if not digests:
@@ -135,7 +136,7 @@ def complete(state: dict[str, Any], model: Model) -> dict[str, Any]:
             f"The checkpoint refers to frozen weights that setup() of {type(model).__name__} "
             f"{what}: {_some(lacking or sorted(other))}. "
             'CheckpointStore(frozen="reference") has left them out, so each start must make the '
-            "same: load the same file, and draw no random numbers but from torch."
+            "same: load the same file, and draw random numbers from torch only."
         )
     for name in digests:
         path, key, tensor = found[name]
@@ -144,10 +145,10 @@ def complete(state: dict[str, Any], model: Model) -> dict[str, Any]:
 
 
 def require_whole(state: object, place: object) -> None:
-    """Refuse a checkpoint that does not hold all weights, where there is no model to make them.
+    """Refuse a checkpoint that does not hold all weights, if there is no model to make them.
 
     Raises:
-        CheckpointError: with what it refers to.
+        CheckpointError: naming the weights that it refers to.
     """
     digests = references_of(state)
     if digests:

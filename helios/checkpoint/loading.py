@@ -51,7 +51,7 @@ _ROWS = ".distcp"
 
 
 class Contents(ABC):
-    """What a checkpoint consists of.
+    """The content of a checkpoint.
 
     Args:
         path: the ``.pth`` file or ``.ckpt`` folder.
@@ -59,7 +59,7 @@ class Contents(ABC):
     Attributes:
         path: as given.
         record_path: the file of the record.
-        watch: called with numbers of bytes while they are compared; ``None`` if nobody asks.
+        watch: called with numbers of bytes while they are compared; ``None`` for none.
     """
 
     def __init__(self, path: Path, record_path: Path) -> None:
@@ -74,7 +74,7 @@ class Contents(ABC):
 
     @abstractmethod
     def compare_bytes(self, sidecar: Sidecar | None, share: RowShare | None = None) -> bool:
-        """Compare the bytes with what was written.
+        """Compare the bytes with those that were written.
 
         Args:
             sidecar: holds the digest; without one, the checksums of the container's records are
@@ -171,7 +171,7 @@ class ShardedFolder(Contents):
 
     Args:
         path: the folder.
-        sidecar: knows its files; without one, only reading them can show damage.
+        sidecar: knows its files; without one, only reading them can reveal damage.
 
     Raises:
         DamagedCheckpointError: if a file is missing, or has another size than when it was written.
@@ -230,7 +230,7 @@ class ShardedFolder(Contents):
         return is_verified
 
     def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:
-        """Read the record, and sharded tensors whole or not yet; see the base."""
+        """Read the record, and sharded tensors in full or deferred; see the base."""
         from helios.storage import codec
 
         find = self._make_finder(() if share is None else share.prefixes)
@@ -299,7 +299,7 @@ def unmigrated(path: Path) -> IncompatibleCheckpointError:
 
 
 class Condition(Enum):
-    """What a file means to a start of ``fit``."""
+    """What a start of ``fit`` can do with a file."""
 
     GOOD = "good"
     DAMAGED = "damaged"
@@ -311,7 +311,7 @@ class Condition(Enum):
 
 
 class Checked(Enum):
-    """How the bytes of a file were compared with what was written."""
+    """How far the bytes of a file were verified."""
 
     NOTHING = "nothing"
     SUMS = "sums"
@@ -319,7 +319,7 @@ class Checked(Enum):
 
 
 class Depth(IntEnum):
-    """What of a file is read besides its sidecar; each level includes those before it.
+    """How much of a file is read besides its sidecar; each level includes those before it.
 
     The header is the directory of the container. Without a sidecar, the structure is read with it,
     which takes a second for some ten thousand tensors.
@@ -331,12 +331,12 @@ class Depth(IntEnum):
 
 
 Check: TypeAlias = tuple[Callable[[], None], Condition]
-"""A check, and what a file is that cannot be used for another reason than damage."""
+"""A check, and the condition of a file that fails it without being damaged."""
 
 
 @final
 class FileChecks:
-    """The checks of one file, in the order of its methods, and the facts that they have found.
+    """The checks of one file, in the order of its methods, and their results.
 
     Args:
         path: the ``.pth`` file or ``.ckpt`` folder; its sidecar is expected beside it.
@@ -350,7 +350,7 @@ class FileChecks:
         sidecar: its sidecar, if there is one and it can be read.
         checked: how its bytes were compared.
         tree: its content; ``None`` until it is read.
-        names: types and functions that it refers to, as no checkpoint does.
+        names: types and functions that it refers to but a checkpoint never does.
     """
 
     def __init__(
@@ -469,7 +469,7 @@ class FileChecks:
     def _foreign(self, reason: str) -> IncompatibleCheckpointError:
         return IncompatibleCheckpointError(
             f"{self.path} is not a checkpoint of Helios: {reason}. Move it to another folder, or "
-            "correct the path."
+            "fix the path."
         )
 
 
@@ -560,7 +560,7 @@ def load(
 def load_present(
     path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False, share: RowShare | None = None
 ) -> Loaded:
-    """Load a file that a running training may delete at any moment; see :func:`load`.
+    """Load a file that a running script may delete at any moment; see :func:`load`.
 
     Raises:
         FileNotFoundError: if the file was deleted, before or during reading.
@@ -607,10 +607,10 @@ def _load(file: FileChecks, safe_types: list[Any], *, maps: bool) -> Loaded:
 
 
 def gone_text(path: Path) -> str:
-    """Return the message for a file that does not exist, or no longer."""
+    """Return the message for a file that does not exist, or no longer exists."""
     return (
-        f"There is no file at {path}. A running training may have deleted it in the meantime, if "
-        "it keeps only some checkpoints: use a newer one. Otherwise, correct the path."
+        f"There is no file at {path}. A running script may have deleted it meanwhile, if it "
+        "keeps only some checkpoints: use a newer one. Otherwise, fix the path."
     )
 
 
@@ -618,9 +618,9 @@ def check_agreement(name: str, payload: dict[str, Any], sidecar: Sidecar | None)
     """Compare the facts in name, sidecar and payload.
 
     Raises:
-        DamagedCheckpointError: if they disagree on (epoch, iteration) or ``num_replicas``, as
-            after files were swapped. Files of another program, which do not say how many replicas
-            trained them, keep its names, and are not compared.
+        DamagedCheckpointError: if they disagree on (epoch, iteration) or ``num_replicas``, as after
+            files were swapped. Files of another program, without a number of replicas, keep its
+            names, and are not compared.
     """
     if not payload[file_names.KEY_NUM_REPLICAS] and (sidecar is None or not sidecar.names_run):
         return

@@ -1,4 +1,4 @@
-"""What tools show of checkpoints: tensors by path, plain values, and how two files differ.
+"""The content of checkpoints for tools: tensors by path, plain values, and differences.
 
 Works on trees as they are written, not decoded, of any origin: a group that is nested too deeply or
 occurs again is not followed.

@@ -169,7 +169,7 @@ def require_keys(payload: Mapping[str, Any]) -> None:
     lacking = [key for key in REQUIRED if key not in payload]
     if lacking:
         raise StateError(
-            "A checkpoint must hold the whole state, but this one lacks "
+            "A checkpoint must hold the complete state, but this one lacks "
             f"{', '.join(map(repr, lacking))}. Do not remove keys in on_save_checkpoint or "
             "on_load_checkpoint."
         )

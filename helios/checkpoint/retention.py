@@ -28,11 +28,11 @@ _FROZEN = ("save", "reference")
 class KeepBest:
     """Keep the best checkpoints by a validation score: ``CheckpointStore(keep_best=...)``.
 
-    A validation that enters the ``count`` best of the run saves a checkpoint at its safe point,
-    whatever ``chkpt_frequency`` says; without a ``chkpt_frequency`` nothing is saved. A checkpoint
-    without a validation of its own, or with a score that is not finite, is never among the best; of
-    two with the same score the earlier one counts as better. A validation of a training that does
-    not compute the score ends the training with a ``UsageError``.
+    A validation among the ``count`` best of the run saves a checkpoint at its safe point,
+    regardless of ``chkpt_frequency``; without a ``chkpt_frequency`` nothing is saved. A checkpoint
+    without its own validation, or with a score that is not finite, is never among the best; of two
+    with the same score the earlier one counts as better. If a validation does not compute the
+    score, the run ends with a ``UsageError``.
 
     Attributes:
         count: how many to keep.
@@ -57,7 +57,7 @@ class KeepBest:
 
     @property
     def rule(self) -> BestRule:
-        """What decides which validations are the best."""
+        """The rule that decides which validations are the best."""
         return BestRule(self.metric, self.mode, self.count, saves=True)
 
     def check_scores(self, scores: Mapping[str, float]) -> None:
@@ -67,19 +67,19 @@ class KeepBest:
             scores: those that are single numbers, by name.
 
         Raises:
-            UsageError: if it is not among them.
+            UsageError: if the score is not among them.
         """
         if self.metric not in scores:
             raise UsageError(
                 f"KeepBest(metric={self.metric!r}) must name a validation score that is a single "
                 f"number; there are {sorted(scores) or 'none'}. Return it from valid_step, put it "
-                "into self.val_scores, or correct the name."
+                "into self.val_scores, or fix the name."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointStore:
-    """How checkpoints are written and kept: ``Trainer(store=CheckpointStore(...))``.
+    """Options for writing and keeping checkpoints: ``Trainer(store=CheckpointStore(...))``.
 
     Attributes:
         is_async: write in a thread, from a copy of the state, while training continues; if False,
@@ -91,12 +91,12 @@ class CheckpointStore:
         digest: verify the bytes of a checkpoint with SHA-256 when it is loaded.
         on_save_error: what to do if a save fails: ``"continue"`` keeps training, tries again at
             the next due save, and raises at the end if no later save succeeded; ``"raise"`` ends
-            the training at the next safe point.
+            the run at the next safe point.
         max_plain_bytes: maximum number of bytes of plain values (numbers, lists, arrays and tensors
             outside modules) in a checkpoint; values beyond that are reported, and the checkpoint is
             incomplete.
-        frozen: ``"reference"`` leaves out of checkpoints what is frozen and unchanged since
-            ``setup``, and stores its digest: each start must make the same, which it proves.
+        frozen: ``"reference"`` leaves weights that are frozen and unchanged since ``setup`` out of
+            checkpoints, and stores their digest: each start must make the same, which is checked.
 
     Raises:
         ArgumentError: if a value is out of range.
@@ -175,7 +175,7 @@ class Entry:
 
     @property
     def sidecar_path(self) -> Path:
-        """Where the sidecar lies, if there is one."""
+        """The path of the sidecar, if there is one."""
         return sidecar_path(self.path)
 
 
@@ -211,7 +211,7 @@ def plan(
 
 
 def needs_sidecars(options: CheckpointStore) -> bool:
-    """Whether the rules need more than the names of the files."""
+    """Return whether the rules need more than the names of the files."""
     return options.keep_every is not None or options.keep_best is not None
 
 

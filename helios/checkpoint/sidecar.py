@@ -164,7 +164,7 @@ class Sidecar:
             known["files"] = {key: FileFacts(*facts) for key, facts in known["files"].items()}
             return cls(**known)
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise _unreadable(name, "it does not say what a sidecar says") from None
+            raise _unreadable(name, "it lacks entries of a sidecar") from None
 
 
 def check_schema(schema: Any, *, name: str) -> None:

@@ -145,7 +145,7 @@ def _condition_of(error: CheckpointError, when_incompatible: Condition) -> Condi
 
 
 class StartOutcome(Enum):
-    """What a start of ``fit`` would do with a folder."""
+    """The effect of a start of ``fit`` on a folder."""
 
     RESUMES = "resumes"
     REFUSES = "refuses"

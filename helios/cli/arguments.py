@@ -31,7 +31,7 @@ _OF_EVALUATIONS = (
 
 @dataclass(frozen=True)
 class Given:
-    """What a command line and its files give.
+    """The arguments from a command line and its files.
 
     Attributes:
         trainer: the arguments of ``Trainer`` that are not its defaults.
@@ -74,7 +74,7 @@ class Arguments:
         self._parser = jsonargparse.ArgumentParser(
             prog=program,
             usage=f"{program} [options]",
-            description="Options may stand in several files; later ones win.",
+            description="Options may be in several files; later ones win.",
             exit_on_error=False,
         )
         self._parser.add_argument("--config", action="config", help="a YAML file with options")
@@ -111,7 +111,7 @@ class Arguments:
         checkpoint = tree.pop("checkpoint", "auto")
         for name in _find_hidden("", tree):
             raise ArgumentError(
-                f"--{name} is a secret, which the file of a run does not hold. Pass it again."
+                f"--{name} is a secret, so the file of the run lacks it. Pass it again."
             )
         made = self._parser.instantiate(found)
         model, data = (vars(made[name]) if name in made else {} for name in ("model", "data"))
@@ -128,7 +128,7 @@ class Arguments:
 
 
 def _holds_objects(value: Any) -> bool:
-    """Whether a default is an object that no file can hold, or a list of such objects."""
+    """Return whether a default is an object that no file can hold, or a list of such objects."""
     found = value if isinstance(value, list | tuple) and value else [value]
     return all(isinstance(each, Plugin | Engine) for each in found)
 

@@ -51,7 +51,7 @@ def existing(place: str) -> Path:
 
 
 def find_checkpoint(place: str, *, takes_best: bool) -> Path:
-    """Return a checkpoint that is named, or the one of a run's folder that counts.
+    """Return a named checkpoint, or the one to use of a run's folder.
 
     Args:
         place: a checkpoint, or the folder of a run.
@@ -72,7 +72,7 @@ def find_checkpoint(place: str, *, takes_best: bool) -> Path:
         return folder.start or folder.files[-1].path
     ranking = rank_files(folder.files)
     if ranking.path is None:
-        raise CheckpointError(f"No checkpoint in {path} has a score that decides. Pass a file.")
+        raise CheckpointError(f"No checkpoint in {path} has a score to rank it. Pass a file.")
     if ranking.lacks_best:
         output.warn(f"the best validation has no checkpoint: {ranking.best}.")
     return ranking.path
@@ -176,11 +176,11 @@ def inspect_checkpoint(namespace: argparse.Namespace) -> Answer:
     Works on damaged, old and foreign files as far as they can be read. Tensors are
     not read, and objects of unknown types are named, never built.
 
-    Of a run's folder, the checkpoint from which fit would resume is shown, or with
+    For a run's folder, shows the checkpoint from which fit would resume, or with
     --best the best one.
 
-    Exit code 0: no fault was found, as far as the structure shows. 1: there is one;
-    the reason is printed after the state. 2: wrong usage.
+    Exit code 0: no fault was found in the structure. 1: there is one; the reason is
+    printed after the state. 2: wrong usage.
     """
     from helios.checkpoint.outline import list_tensors, section
 

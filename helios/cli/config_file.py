@@ -21,7 +21,7 @@ _FORMER = re.compile(r"config-(\d+)\.yaml")
 class ConfigFile(Plugin):
     """Writes the file when everything is checked and loaded, so that no refused start changes it.
 
-    If the run goes on with other values, the former file is kept as ``config-<n>.yaml``.
+    If the run continues with other values, the old file is kept as ``config-<n>.yaml``.
 
     Args:
         tree: the options, as plain data.

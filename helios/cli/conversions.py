@@ -39,8 +39,8 @@ def export_weights(namespace: argparse.Namespace) -> Answer:
     encoder.layer.weight. If the model overrides state_dict, all tensors outside
     optimizers are exported, by the keys that lead to them.
 
-    Of a run's folder, the checkpoint from which fit would resume is exported, or
-    with --best the best one.
+    For a run's folder, exports the checkpoint from which fit would resume, or with
+    --best the best one.
 
     The checkpoint is verified first. An existing file is overwritten only with
     --force, and an existing folder never.

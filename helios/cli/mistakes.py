@@ -1,4 +1,4 @@
-"""What is wrong with options: the errors of jsonargparse as one sentence each."""
+"""Explains wrong options: the errors of jsonargparse as one sentence each."""
 
 from __future__ import annotations
 

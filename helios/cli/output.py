@@ -1,4 +1,4 @@
-"""What commands print: aligned lines for people, or one JSON document for programs.
+"""The output of commands: aligned lines for people, or one JSON document for programs.
 
 Names come from files of unknown origin: non-printable characters are escaped, so that no file can
 move the cursor of a terminal or forge a line.
@@ -24,7 +24,7 @@ MOST_SHOWN = 40
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command has found or done.
+    """The result of a command.
 
     Attributes:
         lines: the text for people.

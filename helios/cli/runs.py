@@ -36,9 +36,8 @@ def compare_two(namespace: argparse.Namespace) -> Answer:
     """Find the first difference between two runs or two checkpoints.
 
     The ledgers of two runs are compared line by line, and the scores where both
-    have validated. Shows the first iteration that differs, and what differs in it;
-    what was not compared is named. Tensors of two checkpoints are compared bit for
-    bit.
+    have validated. Shows the first iteration that differs, its differences, and
+    what was not compared. Tensors of two checkpoints are compared bit for bit.
 
     Exit code 0: both are equal. 1: they differ. 2: wrong usage, or one of them
     cannot be read.
@@ -112,7 +111,7 @@ def replay_script(namespace: argparse.Namespace) -> Answer:
     Runs a training script up to its first call of fit. Instead of training, repeats
     a part of its run from a checkpoint, and compares each iteration with the ledger
     of the run, and the scores of its validations. Then ends the script. Nothing is
-    written into the folder of the run.
+    written to the folder of the run.
 
     Pass the arguments of the run after --, and -m for a module, as in
 
@@ -205,9 +204,8 @@ def _run_script(namespace: argparse.Namespace) -> str:
 def write_report(namespace: argparse.Namespace) -> Answer:
     """Write an HTML page about a run.
 
-    It shows losses, scores with the best one marked, learning rates, starts, and
-    what the run was started with. The page needs no network, no script and no other
-    file.
+    It shows losses, scores with the best one marked, learning rates, starts and
+    settings. The page needs no network, no script and no other file.
 
     Exit code 0: the file is written. 2: wrong usage, or the run has no files.
     """
@@ -224,7 +222,7 @@ def write_report(namespace: argparse.Namespace) -> Answer:
 
 
 def compare_results(namespace: argparse.Namespace) -> Answer:
-    """List runs, the best one first: what differs, and their scores.
+    """List runs, the best one first: their differences and scores.
 
     The scores are those of each run's best validation. Below are mean and standard
     deviation of runs that differ in their seeds only.

@@ -50,8 +50,8 @@ def run(
     """Run the command line of a script: ``fit``, ``validate``, ``test`` or ``predict``.
 
     The arguments of both constructors and of :class:`helios.Trainer` are options, by their types:
-    ``python train.py fit --model.lr 1e-3 --trainer.max_epochs 10 --config run.yaml``. What the
-    model and the data are given defines the run, as ``Trainer(params=...)`` does. ``fit`` writes
+    ``python train.py fit --model.lr 1e-3 --trainer.max_epochs 10 --config run.yaml``. The
+    arguments of model and data define the run, like ``Trainer(params=...)``. ``fit`` writes
     all options to ``config.yaml`` in the folder of the run.
 
     Args:
@@ -195,7 +195,7 @@ def _create_trainer(given: Given, *, is_fit: bool) -> Trainer:
     if not isinstance(params, dict) or params.keys() & {"model", "data"}:
         raise ArgumentError(
             "--trainer.params must be a mapping without the names model and data, got "
-            f"{params!r}. What model and data are given is declared already."
+            f"{params!r}. The arguments of model and data are declared already."
         )
     params = {**params, "model": given.tree["model"], "data": given.tree["data"]}
     own = [ConfigFile(given.tree)] if is_fit else []

@@ -1,9 +1,9 @@
-"""Digests of the methods of a class, to see whether somebody has edited one between two starts.
+"""Digests of the methods of a class, to detect edits between two starts.
 
-A digest is of what Python executes: instructions, constants and names. Comments, docstrings, line
-numbers and file names are not part of it. Two digests can be compared if the same version of Python
-has made both. Code is read and never changed, and no source file is needed: cells of notebooks are
-seen, too.
+A digest covers what Python executes: instructions, constants and names, but not comments,
+docstrings, line numbers and file names. Two digests can be compared if they are from the same
+version of Python. Code is read and never changed, and no source file is needed, so this also works
+for cells of notebooks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ARGUMENTS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 def python_version() -> str:
-    """Return what makes the instructions of a source: Python's implementation and version."""
+    """Return Python's implementation and version, which determine the instructions."""
     return f"{platform.python_implementation()} {platform.python_version()} -O{sys.flags.optimize}"
 
 
@@ -44,7 +44,7 @@ def _is_foreign(module: str) -> bool:
 
 
 def digest_methods(kind: type) -> dict[str, str]:
-    """Return a digest of each method that a training may call, by name.
+    """Return a digest of each method that training may call, by name.
 
     Methods of all bases count, because ``super()`` calls them; methods for testing and predicting
     do not.
@@ -58,7 +58,7 @@ def digest_methods(kind: type) -> dict[str, str]:
 
 
 def digest_functions(member: Any) -> str:
-    """Return a digest of the functions that a member of a class runs; empty if it is none."""
+    """Return a digest of the functions that a member of a class runs; empty if there are none."""
     texts = [_describe(each, set()) for each in _functions_in(member)]
     return hashlib.sha256(repr(texts).encode()).hexdigest()[:12] if texts else ""
 

@@ -23,7 +23,7 @@ def requires_cuda_support() -> None:
 class DisableCuDNNBenchmarkContext:
     """Disable cuDNN's benchmark mode for a block, and restore it afterwards, also after an error.
 
-    Evaluation batches of varying sizes would make cuDNN search for kernels again and again.
+    Evaluation batches of varying sizes would make cuDNN search for kernels repeatedly.
     Without CUDA, the mode has no effect.
 
     Example:

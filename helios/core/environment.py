@@ -29,13 +29,13 @@ def get_env_info_str() -> str:
 
 
 def describe_process() -> dict[str, str]:
-    """Return what affects results in this process, by name."""
+    """Return the settings that affect results in this process, by name."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return {"helios": __version__, "system": platform.platform(), **describe_machine(device)}
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """Return what the bits of arithmetic on a device depend on, as this thread has it now."""
+    """Return the settings that affect arithmetic on a device, as this thread has them now."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -73,7 +73,7 @@ def _name_processor() -> str:
 def describe_git() -> dict[str, Any]:
     """Return the commit of the script's repository, and whether files that it tracks differ.
 
-    Empty without a repository, without git, or if that does not answer in time.
+    Empty without a repository, without git, or if git does not answer in time.
     """
     main = sys.modules.get("__main__")
     script = vars(main).get("__file__") if isinstance(main, ModuleType) else None

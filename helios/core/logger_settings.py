@@ -1,9 +1,9 @@
-"""How the loggers that Helios writes to are set up, here and in the ranks that it starts.
+"""The settings of the loggers that Helios writes to, here and in the ranks that it starts.
 
 A logger that has a handler, or whose records reach one of the standard library's root logger, is
 *heard*: the user has decided where its lines go, and Helios adds no handler for the screen. A rank
-gets the levels of its launcher, and sends it the records of heard loggers, so that a handler exists
-once, whatever it is.
+gets the levels of its launcher, and sends it the records of heard loggers, so that each handler
+exists once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OWN_HANDLER = "helios."
 
 
 def find_listeners(logger: logging.Logger) -> list[logging.Handler]:
-    """Return the handlers of users that a logger and the root logger have."""
+    """Return the users' handlers of a logger and the root logger."""
     handlers = list(logger.handlers)
     if logger.name == WARNINGS:
         # logging.captureWarnings() itself adds one, so that lines without a handler are lost.
@@ -33,7 +33,7 @@ def find_listeners(logger: logging.Logger) -> list[logging.Handler]:
 
 @dataclasses.dataclass(frozen=True)
 class LoggerSettings:
-    """What a rank takes over from its launcher.
+    """The logging settings that a rank takes from its launcher.
 
     Attributes:
         levels: the levels that are set, by the name of the logger; the root logger's is ``""``.
@@ -92,5 +92,5 @@ class _Sender(logging.handlers.QueueHandler):
 
 
 def hand_in(record: logging.LogRecord) -> None:
-    """Give a record of a rank to the handlers of this process."""
+    """Pass a record of a rank to the handlers of this process."""
     logging.getLogger(record.name).handle(record)

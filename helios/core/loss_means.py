@@ -1,11 +1,11 @@
-"""Means of losses for those who see them, each over the iterations since it looked last.
+"""Means of losses for several viewers, each over the iterations since its last mean.
 
-A viewer has sums of its own, so that nobody changes what another one sees, and a loss that is not
-finite leaves with the iterations of one mean. A number on the CPU is read when it is added. On an
-accelerator sums stay there, and one addition serves all viewers: it waits when a mean is read.
+Each viewer has its own sums, so that viewers do not affect each other, and a loss that is not
+finite affects one mean only. A number on the CPU is read when it is added. On an accelerator sums
+stay there, and one addition serves all viewers: it waits when a mean is read.
 
-Sums are in float64, whatever type a model computes in. A total of a coarse type stops growing: in
-bf16, 256 + 1 is 256, and fp16 ends at 65504.
+Sums are in float64, for any dtype of the model. A total in a coarse dtype stops growing: in bf16,
+256 + 1 is 256, and fp16 ends at 65504.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WeightedSums: TypeAlias = Mapping[str, tuple[Any, Any, float]]
 @final
 @dataclass(frozen=True, init=False, eq=False)
 class WeightedLoss:
-    """A loss that is a sum over a number of parts, such as the tokens of a batch.
+    """A loss that is a sum over a number of items, such as the tokens of a batch.
 
     If ``train_step`` returns it, the gradient of an accumulation window is the gradient of the sum
     over all its micro-batches and replicas, divided once by the sum of their weights, and losses
@@ -46,8 +46,8 @@ class WeightedLoss:
 
     Attributes:
         sum: the sum, a scalar tensor with a graph.
-        weight: how many parts it is of: a finite number of at least 0. A tensor of one element is
-            read, without its graph; on a GPU that waits for it.
+        weight: its number of items: a finite number of at least 0. A tensor of one element is read,
+            without its graph; on a GPU that waits for it.
 
     Raises:
         ArgumentError: for a weight out of range.
@@ -84,7 +84,7 @@ class WeightedLoss:
 
 
 class Viewer(enum.IntEnum):
-    """Who looks at means, each at its own time."""
+    """The viewers of means, each with its own window."""
 
     FILES = 0
     """Event files, ``on_log`` and the line of the log, at multiples of ``print_frequency``."""
@@ -96,7 +96,7 @@ class Viewer(enum.IntEnum):
 
 
 KEPT = (Viewer.FILES, Viewer.VALIDATION)
-"""Those who look at the same iterations in each repetition of a run: their sums are state."""
+"""Viewers with the same windows in each repetition of a run: their sums are state."""
 _NUM_VIEWERS = len(Viewer)
 
 
@@ -144,7 +144,7 @@ _Totals: TypeAlias = dict[str, _Total]
 
 @final
 class LossMeans(IterationListener):
-    """Sums of the losses of a run, and of what its replicas show beside them.
+    """Sums of the losses of a run, and of other numbers of its replicas.
 
     Attributes:
         nonfinite: the first loss of this start that was not finite; empty if all were.
@@ -158,11 +158,11 @@ class LossMeans(IterationListener):
         self._beside: dict[int, _Totals] = {}
 
     def serve(self, viewers: Iterable[Viewer]) -> None:
-        """Add up for these viewers from now on. The others get nothing."""
+        """Add up for these viewers only from now on."""
         self._viewers = tuple(viewers)
 
     def iteration_ended(self, iteration: Iteration) -> None:
-        """Add the losses of an iteration; what is not a single number is left out."""
+        """Add the losses of an iteration; anything but a single number is skipped."""
         self._state, weighted = iteration.state, iteration.weighted
         for name, number in iteration.losses.items():
             weight: float = 1
@@ -225,15 +225,15 @@ class LossMeans(IterationListener):
             sums[viewer] += number
 
     def pop_means(self, viewer: Viewer, gather: Gather | None = None) -> dict[str, float]:
-        """Return the means since a viewer has looked last, by name, and begin anew for it.
+        """Return the means since a viewer's last call, by name, and begin its next window.
 
-        A name that was given in some iterations only has the mean over these. Beside a loss of the
-        same name, numbers of replicas are left out.
+        A name that occurs in some iterations only has the mean over these. If a loss has the same
+        name, numbers of replicas are skipped.
 
         Args:
-            viewer: who looks.
-            gather: returns what it gets of all processes; ``None`` for what replicas of this
-                process show.
+            viewer: the viewer.
+            gather: returns its argument from all processes; ``None`` for the replicas of this
+                process only.
         """
         if viewer not in self._viewers:
             return {}
@@ -253,7 +253,7 @@ class LossMeans(IterationListener):
         return {name: sums[name][0] / sums[name][1] for name in names}
 
     def report_nonfinite(self) -> None:
-        """Report what is not finite among the sums on an accelerator; waits for it."""
+        """Report sums that are not finite on an accelerator; waits for it."""
         for name, total in self._losses.items():
             if isinstance(total.sums, Tensor):
                 odd = [part for part in total.read() if not math.isfinite(part)]
@@ -316,7 +316,7 @@ class LossMeans(IterationListener):
 
 @final
 class LossLog(IterationListener):
-    """Logs the mean losses, over all replicas, where that is due.
+    """Logs the mean losses, over all replicas, when due.
 
     Args:
         means: the sums.
@@ -332,7 +332,7 @@ class LossLog(IterationListener):
         self._gather = gather
 
     def iteration_ended(self, iteration: Iteration) -> None:
-        """Log the means since they were logged last."""
+        """Log the means since the last log."""
         iteration.logged = None
         if iteration.logs:
             means = self._means.pop_means(Viewer.FILES, self._gather)
@@ -418,8 +418,8 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 class RunningSums:
     """Sums of losses by name, in float64 and on their device.
 
-    Sums of plain tensors of the CPU are numbers meanwhile, which cost a fraction of an operation on
-    tensors, and become tensors where the table is read.
+    Sums of plain CPU tensors are kept as numbers, which cost a fraction of an operation on tensors,
+    and become tensors when the table is read.
 
     Args:
         table: the sums so far.

@@ -1,6 +1,6 @@
 """The bytes of arrays and tensors: which memory they share, and whether two values have the same.
 
-This is the one meaning of equality for what is saved.
+This defines equality for saved values.
 """
 
 from __future__ import annotations
@@ -139,10 +139,10 @@ def tensor_on(
 def same(one: Any, other: Any) -> bool:
     """Return whether two values have the same bits.
 
-    Dense tensors need the same dtype, shape and bytes of elements, on whatever devices, in whatever
-    order in memory. So a NaN equals itself, and 0.0 does not equal -0.0; numbers and arrays
-    likewise. Lists, tuples and mappings are compared by their members, in order; anything else by
-    type and ``==``.
+    Dense tensors need the same dtype, shape and bytes of elements, on any devices and in any order
+    in memory. So a NaN equals itself, and 0.0 does not equal -0.0; numbers and arrays likewise.
+    Lists, tuples and mappings are compared by their members, in order; anything else by type and
+    ``==``.
     """
     if type(one) is not type(other):
         return False

@@ -1,7 +1,7 @@
-"""Values that users declare, or that attributes hold, as plain data: stored, and compared.
+"""Values that users declare, or that attributes hold, as plain data to store and compare.
 
-A table of them is flat: names with dots lead to what JSON can hold. A long value is stored as its
-length and a hash.
+A table of them is flat: names with dots map to JSON values. A long value is stored as its length
+and a hash.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def flatten_params(given: Any) -> dict[str, Any]:
 def plain_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the plain values that an attribute holds, by name; nothing for anything else.
 
-    Tables, such as a dataclass with a configuration, are searched. No object of a user makes this
-    fail, and none is read that may load its items only then.
+    Tables, such as a dataclass with a configuration, are searched. Objects of users cannot make
+    this fail, and objects that may load their items lazily are not read.
 
     Args:
         name: that of the attribute.

@@ -1,4 +1,4 @@
-"""Random numbers from keys: what is drawn depends on the key only.
+"""Random numbers from keys: draws depend on the key only.
 
 A key is 64 bits hashed from typed fields. :func:`reseed` seeds every generator from a key;
 :func:`stream` does so for a block and restores the previous states afterwards.
@@ -139,8 +139,8 @@ class DefaultNumpyRNG:
     def reseed(self, seed: int) -> None:
         """Seed the generator from a key of 64 bits.
 
-        Until :attr:`generator` is read for the first time, the key is only stored: a training
-        that does not use NumPy saves the time in every iteration.
+        Until :attr:`generator` is read for the first time, the key is only stored, which saves time
+        in every iteration of a run without NumPy.
         """
         self.pending = seed
         if self.is_taken:
@@ -170,7 +170,7 @@ class DefaultNumpyRNG:
 
 
 class _Default:
-    """What there is one of in a process.
+    """The objects that exist once in a process.
 
     Attributes:
         numpy: the package's default NumPy generator.
@@ -346,8 +346,8 @@ def read_states() -> dict[str, Any]:
     """Return the states of all generators that keys seed.
 
     Returns:
-        What :func:`get_rng_state_dict` returns, and the state of NumPy's global generator. Reading
-        that takes 25 microseconds, so no step does.
+        The result of :func:`get_rng_state_dict`, and the state of NumPy's global generator. Reading
+        that takes 25 microseconds, so no step does it.
     """
     return get_rng_state_dict() | {_NUMPY_GLOBAL: np.random.get_state(legacy=False)}
 

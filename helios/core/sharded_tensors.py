@@ -1,7 +1,7 @@
-"""Tensors of which each process holds some rows, without importing what makes them.
+"""Tensors of which each process holds some rows, without importing FSDP.
 
-While a checkpoint is loaded, a sharded tensor may be deferred: a tensor on the meta device, of the
-whole shape, that carries a reference to where its rows are.
+While a checkpoint is loaded, a sharded tensor may be deferred: a tensor on the meta device, with
+the full shape, that refers to the place of its rows.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SOURCE = "_helios_rows"
 
 
 class RowShare(NamedTuple):
-    """Which rows of each sharded tensor a process holds.
+    """The rows of each sharded tensor that a process holds.
 
     Attributes:
         rank: the process.
         num_processes: the number of processes.
-        prefixes: how the names of those begin that it reads by rows from a checkpoint.
+        prefixes: the prefixes of names of tensors that it reads by rows from a checkpoint.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class OwnRows:
 
 
 class RowSource(Protocol):
-    """Where the rows of a deferred tensor are.
+    """The place of the rows of a deferred tensor.
 
     Attributes:
         name: the path of the tensor in its checkpoint.
@@ -70,7 +70,7 @@ class RowSource(Protocol):
         """Return rows on the CPU, in memory of their own.
 
         Raises:
-            DamagedCheckpointError: if they are not those that were written.
+            DamagedCheckpointError: if they have changed since they were written.
         """
         ...
 
@@ -83,7 +83,7 @@ def is_sharded(value: object) -> TypeGuard[Any]:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """Return the whole of a sharded tensor, which is a collective call; any other one itself."""
+    """Return the full tensor of a sharded one, a collective call; any other tensor itself."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -91,7 +91,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def cut_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor as one of which this process holds a shard; nothing is sent.
+    """Return a full tensor as one of which this process holds a shard; nothing is sent.
 
     Of a deferred tensor, only these rows are read.
 
@@ -196,19 +196,19 @@ def read_deferred(tensor: Tensor, share: RowShare | None = None) -> Tensor:
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """Return a tensor; a deferred one is read whole."""
+    """Return a tensor; a deferred one is read in full."""
     return read_deferred(tensor) if is_deferred(tensor) else tensor
 
 
 def replace_sharded(tree: Any, replace: Callable[[str, Any], Any], *, root: str = "") -> Any:
     """Return a tree of dicts, lists and tuples in which each sharded tensor is replaced.
 
-    What occurs twice in the tree occurs twice in the result.
+    Shared values of the tree are shared in the result.
 
     Args:
         tree: values of any kind; it is not changed, and returned itself if nothing is sharded.
-        replace: is called with the path to a sharded tensor, and the tensor; in the same order in
-            all processes that hold equal trees.
+        replace: called with the path of a sharded tensor, and the tensor; in the same order in all
+            processes with equal trees.
         root: the path to the tree.
     """
     return _Replacing(replace).visit(root, tree)

@@ -43,7 +43,7 @@ def signal_name(number: int) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process has ended, as ``multiprocessing`` gives its exit code."""
+    """Return how a process ended, from its exit code in ``multiprocessing``."""
     return f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -105,7 +105,7 @@ class SignalReceiver:
         self._is_patient = True
 
     def stay(self) -> None:
-        """Keep handling, until this process has ended, the signals that would otherwise end it."""
+        """Keep handling the signals that would end this process, until it ends."""
         self._stays = True
         # While the interpreter is torn down, it restores the default actions of Python handlers.
         atexit.register(ignore_signals, [n for n in self.numbers if self._ends_process(n)])

@@ -1,4 +1,4 @@
-"""What a step logs with ``Model.log``: sums of values times weights, by name."""
+"""The numbers that a step logs with ``Model.log``: sums of values times weights, by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helios.errors import ArgumentError, ArgumentTypeError
 
 @final
 class StepLog:
-    """Adds up what a step logs, in float64 and without waiting for the device.
+    """Adds up the numbers of a step, in float64 and without waiting for the device.
 
     Args:
         find_size: returns the number of samples of the batch; ``None`` if it is unknown.
@@ -33,10 +33,10 @@ class StepLog:
         Args:
             name: its name.
             value: a number, or a tensor of one element.
-            weight: how many parts it is the mean of; ``None`` for the samples of the batch.
+            weight: how many items it is the mean of; ``None`` for the samples of the batch.
 
         Raises:
-            ArgumentTypeError: for a name that is no string, and for a value that is no number.
+            ArgumentTypeError: for a name that is not a string, or a value that is not a number.
             ArgumentError: if no weight is given, and the samples of the batch are not known.
         """
         # Operations on Python's floats are those of float64, and cost a tenth.
@@ -55,7 +55,7 @@ class StepLog:
             self.sums[name] = known[0] + value * weight, known[1] + weight
 
     def take(self) -> dict[str, tuple[Any, float]]:
-        """Return the sums so far, and begin anew."""
+        """Return the sums so far, and clear them."""
         sums, self.sums = self.sums, {}
         return sums
 

@@ -158,9 +158,9 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def read_rates(optimizer: Optimizer) -> list[Any]:
-    """Return the learning rates of the groups; tensors are copied: schedulers change them in place.
+    """Return the learning rates of the groups; tensors, which schedulers change, are copied.
 
-    A group without a rate is left out.
+    A group without a rate is skipped.
     """
     return [
         rate.clone() if isinstance(rate, Tensor) else rate
@@ -170,7 +170,7 @@ def read_rates(optimizer: Optimizer) -> list[Any]:
 
 
 def flush_outputs() -> None:
-    """Flush stdout and stderr; one without a reader, or that was closed, has nothing to lose."""
+    """Flush stdout and stderr, except for streams without a reader or that were closed."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -99,8 +99,8 @@ class DataModule(ABC):
         is_distributed: whether replicas share the data; ``is_distributed`` of a data set takes
             precedence.
         num_replicas: the number of replicas that share the data; ``None`` without a trainer.
-        trainer: the trainer that uses the data; for users, Helios itself does not read it. A
-            ``UsageError`` if there is none yet.
+        trainer: the trainer that uses the data, for your own code. A ``UsageError`` if there is
+            none yet.
         global_rank: number of this process among all, from 0.
         local_rank: number of this process on its machine, from 0.
     """
@@ -138,10 +138,9 @@ class DataModule(ABC):
             valid: the data set for validation, or a dict of several by name.
             test: the data set for testing, or a dict of several by name.
             predict: the data set for prediction, or a dict of several by name.
-            **params: options of :class:`DataLoaderParams`. The order is that of the training data:
-                ``shuffle``, ``drop_last``, ``sampler`` and ``batch_sampler`` are not for the
-                others, which are read from beginning to end. A ``DataLoader`` in the place of a
-                data set keeps its own options.
+            **params: options of :class:`DataLoaderParams`. ``shuffle``, ``drop_last``, ``sampler``
+                and ``batch_sampler`` apply to the training data only; the others are read from
+                beginning to end. A ``DataLoader`` instead of a data set keeps its own options.
 
         Raises:
             ArgumentError: if an option is invalid.
@@ -161,8 +160,8 @@ class DataModule(ABC):
     def train_dataset(self) -> Any:
         """The data set for training, or ``None``.
 
-        What is assigned to it, and to the other data sets, is created by :meth:`create_dataset`, or
-        a plain ``torch.utils.data.DataLoader``, which is read for its data set and options.
+        Assign the result of :meth:`create_dataset`, here and to the other data sets, or a plain
+        ``torch.utils.data.DataLoader``, whose data set and options are used.
         """
         return _dataset_of(self._train_dataset)
 
@@ -372,10 +371,10 @@ def _take_apart(loader: DataLoader[Any], attribute: str) -> DataLoaderParams:
     obstacle = _find_obstacle(loader)
     if obstacle:
         raise ArgumentTypeError(
-            f"{attribute} must be created by create_dataset, or be a plain DataLoader, but got one "
-            f"with {obstacle}, which could not resume exactly. Write self.{attribute} = "
-            "self.create_dataset(dataset, batch_size=..., shuffle=...); a sampler or batch_sampler "
-            "of your own is an option of it."
+            f"{attribute} must be created by create_dataset, or be a plain DataLoader, but got "
+            f"one with {obstacle}, which could not resume exactly. Write self.{attribute} = "
+            "self.create_dataset(dataset, batch_size=..., shuffle=...); pass your own sampler or "
+            "batch_sampler as an option."
         )
     return DataLoaderParams(
         batch_size=loader.batch_size,

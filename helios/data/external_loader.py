@@ -162,10 +162,10 @@ class ExternalSource(Source):
         self._held_state, self._is_over = None, False
 
     def begins_at_end(self, *, is_empty: bool) -> bool:
-        """Whether the pass that starts now was complete when its state was saved.
+        """Return whether the pass that starts now was complete when its state was saved.
 
-        A stream that ended while its last batch was filled may start over from that state. In that
-        case the state is loaded again, because those batches belong to the next pass.
+        A stream that ended while its last batch was filled may start over from that state. Then the
+        state is loaded again, because those batches belong to the next pass.
 
         Args:
             is_empty: whether the loader returns no more batches.
@@ -292,7 +292,7 @@ class _CountedBatches(_ForeignBatches):
         if batch is _END:
             raise UsageError(
                 f"A loader must return as many batches as its length, got {self._batch - 1} of "
-                f"{self._length}. Correct its __len__, or remove it."
+                f"{self._length}. Fix its __len__, or remove it."
             )
         self.is_last = self._batch == self._length
         return [batch]
@@ -303,7 +303,7 @@ class _CountedBatches(_ForeignBatches):
             if self._batch >= self._length and self._fetch() is not _END:
                 _LOGGER.warning(
                     "A loader must return as many batches as its length, but returned more than "
-                    "%d. The rest was skipped. Correct its __len__, or remove it.",
+                    "%d. The rest was skipped. Fix its __len__, or remove it.",
                     self._length,
                 )
         super().close()
@@ -347,15 +347,15 @@ class _ProbedBatches(_ForeignBatches):
 def try_state(source: Source) -> bool | None:
     """Save a source's state after a few batches, load it into a copy, and compare the next batch.
 
-    Helios cannot know whether the ``state_dict`` of a user's holds everything that the next batch
-    depends on, but it can try in memory. The run is not changed: only copies are used, and all
-    generators are restored.
+    Helios cannot know whether a user's ``state_dict`` holds everything that the next batch depends
+    on, but it can try in memory. The run is not changed: only copies are used, and all generators
+    are restored.
 
     Args:
         source: the source, before its first pass.
 
     Returns:
-        Whether the next batch came back; ``None`` if that is unknown: there is none, the copies
+        Whether the next batch was the same; ``None`` if that is unknown: there is none, the copies
         would take more than 64 MiB, or the user's code has failed on a copy.
     """
     whole = source.num_batches()
@@ -390,7 +390,7 @@ def _is_too_large(root: object) -> bool:
 
 
 def compare_batches(expected: Any, found: Any) -> bool | None:
-    """Return whether two batches consist of the same bytes; ``None`` if that cannot be told."""
+    """Return whether two batches have the same bytes; ``None`` if that is unknown."""
     identities = Identities()
     if mark_of(expected, identities) == mark_of(found, identities):
         return True

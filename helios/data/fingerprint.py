@@ -1,7 +1,7 @@
 """Describes a data set: its class, the classes that it wraps, its fingerprint, its values.
 
-Processes compare the values that it has in memory. Large values are compared by samples: what
-differs because it was drawn or read differently differs almost everywhere.
+Processes compare the values that it has in memory. Large values are compared by samples, since
+values that were drawn or read differently differ almost everywhere.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ def _fingerprints(dataset: Any, depth: int) -> Iterator[str]:
 
 
 def describe_values(part: Any) -> dict[str, str]:
-    """Return what a data set has in tensors, arrays and containers of them, numbers and text.
+    """Return the tensors, arrays, containers, numbers and strings of a data set as texts.
 
     Nothing is fetched or changed. Attributes of its class and variables of a script that its
-    methods name count; what the class declares as ``unsaved`` does not, nor does anything else that
-    may differ from process to process: single values, folders in paths, objects.
+    methods name count; attributes in ``unsaved`` do not, nor does anything else that may differ
+    from process to process: single values, folders in paths, objects.
 
     Args:
         part: the data set, without those that it wraps.

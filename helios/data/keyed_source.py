@@ -230,7 +230,7 @@ class _RowFetch:
 
 
 def _are_alike(batch: Any, rows: list[Tensor]) -> bool:
-    """Whether a batch is the same list of tensors, in the same order in memory."""
+    """Return whether a batch is the same list of tensors, in the same order in memory."""
     return (
         type(batch) is list
         and all(type(each) is Tensor for each in batch)

@@ -70,12 +70,12 @@ def create_collate_fn(type_name: str, *args: Any, **kwargs: Any) -> Callable[[An
 
 
 class Keyed(NamedTuple):
-    """What is sent to the process that fetches a batch.
+    """The request for a batch that is sent to the process that fetches it.
 
     Attributes:
         key: the key to seed from.
         indices: the indices of a batch; a single index if batches are not collated.
-        reads_content: whether the content of the batch is read in the process that fetches it.
+        reads_content: whether the process that fetches the batch reads its content.
     """
 
     key: int
@@ -101,7 +101,7 @@ class KeyedDataset(Dataset[Any]):
 
     Attributes:
         dataset: as given.
-        reads_content: whether the content of the batch that was fetched last is read by its worker.
+        reads_content: whether the worker reads the content of the last batch.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -130,11 +130,11 @@ class KeyedDataset(Dataset[Any]):
 
 
 class ReadBatch(NamedTuple):
-    """What a worker sends.
+    """The answer of a worker.
 
     Attributes:
         batch: the batch.
-        content: what was read of it.
+        content: its content, as it was read.
     """
 
     batch: Any
@@ -163,7 +163,7 @@ class ReadingCollate:
 
 
 def data_sets_of(loader: object) -> list[Any]:
-    """Return the data set that a loader of PyTorch reads, and the user's own one inside of it."""
+    """Return the data set that a PyTorch loader reads, and the user's data set inside of it."""
     if not isinstance(loader, DataLoader):
         return []
     outer = loader.dataset
@@ -231,7 +231,7 @@ def ask_twice(position: Position, ask: Callable[[], Any]) -> Any:
     """Return the result of iterating over a copy of a user's sampler, if it is the same twice.
 
     The result differs if the order depends on more than the position, such as a counter of the
-    sampler. Nothing but the copy is changed.
+    sampler. Only the copy is changed.
 
     Args:
         position: determines the random stream of the sampler.
@@ -302,7 +302,7 @@ class KeyedLoader(DataLoader[Any]):
         return self.start_workers(None) if self.num_workers else super().__iter__()
 
     def read_again(self, position: Position, items: Sequence[Keyed]) -> list[Content]:
-        """Return what is read of batches beside any pass.
+        """Fetch batches outside of any pass and return what is read of them.
 
         They come from a worker that ends then, if this loader has workers: what a fetch opens in
         the training process, such as a file, would be shared by all workers.
@@ -485,7 +485,7 @@ def _loader_options(params: DataLoaderParams) -> dict[str, Any]:
 
 
 def _can_pin() -> bool:
-    """Whether there is an accelerator that supports pinned memory; MPS does not."""
+    """Return whether there is an accelerator that supports pinned memory; MPS does not."""
     if not torch.accelerator.is_available():
         return False
     accelerator = torch.accelerator.current_accelerator()

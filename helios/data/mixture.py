@@ -24,17 +24,17 @@ from helios.data.samplers import ResumableSampler
 from helios.errors import ArgumentError
 
 BLOCK = 256
-"""Positions that a key shuffles at once."""
+"""The number of positions that a key shuffles at once."""
 
 
 @final
 class Mixture(Dataset[Any]):
     """Map-style data sets that are mixed in a fixed proportion.
 
-    Each source has epochs of its own: when all its samples were used, it begins again, in another
-    order if the data is shuffled. This continues over the epochs of the run, so no sample of a
-    source occurs again before all others of the source. After each 256 samples of a run, the number
-    of those from a source differs from what its weight says by less than the number of sources.
+    Each source has its own epochs: when all its samples were used, it begins again, in another
+    order if the data is shuffled. This continues over the epochs of the run, so a sample of a
+    source occurs again only after all others. After each 256 samples of a run, the number of
+    samples from a source differs from its share by less than the number of sources.
 
     Samples are numbered source by source, as in ``torch.utils.data.ConcatDataset``. The lengths of
     the sources are read once.
@@ -51,8 +51,8 @@ class Mixture(Dataset[Any]):
         offsets: the index of the first sample of each source.
 
     Raises:
-        ArgumentError: if there is no source, a name is not a string, a source is not a data set of
-            map style or empty, a weight is not a positive finite number, or the length is invalid.
+        ArgumentError: if there is no source, a name is not a string, a source is empty or not a
+            map-style data set, a weight is not a positive finite number, or the length is invalid.
 
     Example:
         >>> mixture = Mixture({"a": ("xyz", 3), "b": (range(7), 1)})

@@ -4,8 +4,8 @@ A :class:`Position` defines where a pass starts and which random streams it uses
 returns the samples from there: computed from the position if the sampler supports it, otherwise by
 iterating over the user's sampler on a random stream of its own. Then the indices before the
 position are drawn again and skipped, without fetching samples, and the generators that a sampler
-without ``state_dict`` draws from are saved. Anything else that it changes about itself is lost at a
-resume, so the order would differ from that of an uninterrupted run: it is named.
+without ``state_dict`` draws from are saved. Any other state of it is lost at a resume, so the order
+may differ from that of an uninterrupted run, and a warning names it.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class ReplayedOrder(Order):
 
     @property
     def holders(self) -> dict[str, Any]:
-        """What has the state that the order depends on: the sampler, or generators, by name."""
+        """The objects whose state the order depends on: the sampler, or generators, by name."""
         if isinstance(self._stateful, OwnGenerators):
             return dict(self._stateful.generators)
         return {} if self._stateful is None else {type(self._stateful).__name__: self._stateful}
@@ -306,8 +306,8 @@ class ReplayedOrder(Order):
     def leave(self, position: Position) -> None:
         """End a pass early, and set a sampler with state to its position.
 
-        How far it was drawn ahead depends on blocks and workers, and must not affect the next
-        epoch.
+        The number of indices drawn ahead depends on blocks and workers, and must not affect the
+        next epoch.
         """
         if self._stateful is None or self._epoch_state is None:
             return
@@ -319,8 +319,8 @@ class ReplayedOrder(Order):
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state at the start of an epoch, and the number of the epoch.
 
-        Of generators, that is the state of those that the sampler has drawn from. Any other one
-        that it leads to belongs to somebody else, who saves it as it is now.
+        Of generators, that is the state of those that the sampler has drawn from. Others belong to
+        and are saved by other objects.
         """
         if self._stateful is None:
             return {}
@@ -440,7 +440,7 @@ def _find_stateful(sampler: Any) -> Stateful | None:
 
 
 def find_generators(sampler: Any) -> dict[str, Generator]:
-    """Return the generators that a sampler leads to, each by the shortest path to it.
+    """Return the generators that a sampler refers to, each by its shortest path.
 
     PyTorch's default generator, which the trainer seeds, and attributes that a sampler's class
     declares as ``unsaved`` are left out.
@@ -483,14 +483,14 @@ def _saved_attributes_of(part: Any) -> list[tuple[str, Any]]:
 
 @final
 class OwnGenerators:
-    """The state of the generators that a sampler leads to.
+    """The state of the generators that a sampler refers to.
 
     Args:
         generators: the generators by path.
 
     Attributes:
         generators: the same.
-        drawn: the paths of those that the sampler draws from, as far as it has done so.
+        drawn: the paths of those that the sampler has drawn from so far.
     """
 
     def __init__(self, generators: dict[str, Generator]) -> None:
@@ -499,7 +499,7 @@ class OwnGenerators:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Find the generators that are drawn from meanwhile."""
+        """Find the generators that are drawn from inside of the block."""
         before = self._marks()
         yield
         self.drawn |= {path for path, mark in self._marks().items() if mark != before[path]}

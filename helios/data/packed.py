@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     Attributes:
         sample: index of the sample.
         start: its first token in the pack, counted in the sample.
-        stop: one more than its last token.
+        stop: the token after its last one.
     """
 
     sample: int
@@ -39,15 +39,14 @@ class Piece(NamedTuple):
 
 @final
 class Packed(Dataset[list[Piece]]):
-    """Which parts of which samples each pack consists of.
+    """A plan: which parts of which samples each pack consists of.
 
-    By default, all samples stand in a row, which is cut every ``block`` tokens: all packs but the
-    last are full. Nothing but the ends of the samples is stored, and a pack is found among them by
-    bisection.
+    By default, samples are concatenated and cut every ``block`` tokens: all packs but the last are
+    full. Only the ends of the samples are stored, and a pack is found by bisection.
 
-    With ``is_whole``, samples are not cut, unless one is longer than a block. The samples are
-    planned 1,024 at once: the longest first, each into the fullest pack with enough space. This
-    takes a few microseconds per sample, once, and packs are not full.
+    With ``is_whole``, only samples that are longer than a block are cut. The samples are planned
+    1,024 at a time: the longest first, each into the fullest pack with enough space. This takes a
+    few microseconds per sample, once, and packs are not full.
 
     Args:
         lengths: tokens of each sample; samples without tokens are in no pack.
@@ -60,7 +59,7 @@ class Packed(Dataset[list[Piece]]):
             data set has an attribute of this name.
 
     Raises:
-        ArgumentError: if lengths are not integers of at least 0, if there is no token, or if
+        ArgumentError: if lengths are not integers of at least 0, if there are no tokens, or if
             ``block`` is not a positive int.
 
     Example:

@@ -52,7 +52,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
 
 @dataclasses.dataclass
 class DataLoaderParams:
-    """How a data set is loaded.
+    """Options of the loader of a data set.
 
     Attributes:
         random_seed: seed of the order, in addition to that of the run.

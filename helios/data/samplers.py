@@ -39,9 +39,8 @@ def _ranges(start: int, stop: int) -> Iterator[list[int]]:
 class ResumableSampler(Sampler[int], ABC):
     """Base of samplers that can start a pass at a later batch.
 
-    A trainer leaves ``start_iter`` at 0, because it uses positions. In your own loop,
-    ``start_iter`` skips the first ``start_iter * batch_size`` samples of each pass until you set it
-    again.
+    In your own loop, ``start_iter`` skips the first ``start_iter * batch_size`` samples of each
+    pass until you set it again. A trainer leaves it at 0 and uses positions.
 
     Args:
         batch_size: samples per batch.

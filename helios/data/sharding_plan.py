@@ -29,8 +29,8 @@ class ReplicaIndices(NamedTuple):
         hands: the indices for each replica with a batch; these are the first of the block.
         num_samples: positions that all replicas of the run consume.
         skipped: how many batches are skipped right before, and positions in them.
-        repeats: for each of the hands, how many samples at its end occur a second time in the pass;
-            empty if none does.
+        repeats: for each of the hands, the number of samples at its end that occur a second time in
+            the pass; empty if none does.
     """
 
     hands: list[Any]

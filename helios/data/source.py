@@ -57,8 +57,8 @@ class ByPosition:
     """A pass resumes at its position: Helios computes which samples follow.
 
     Attributes:
-        is_split_by_rank: whether a sampler of the user splits the data by rank, so that a run goes
-            on with as many processes as before.
+        is_split_by_rank: whether a user's sampler splits the data by rank, so that a run must
+            resume on as many processes as before.
     """
 
     is_split_by_rank: bool = False
@@ -66,7 +66,7 @@ class ByPosition:
 
 @dataclass(frozen=True)
 class ByOwnState:
-    """A pass resumes by what a ``state_dict`` of the user's returns, which Helios has to trust.
+    """A pass resumes from a user's ``state_dict``, which Helios has to trust.
 
     Attributes:
         holder: the loader or the data set that has it.
@@ -80,14 +80,14 @@ class CannotResume:
     """No pass can start in the middle.
 
     Attributes:
-        remedy: what would change that.
+        remedy: how to change that.
     """
 
     remedy: str
 
 
 ResumesBy: TypeAlias = ByPosition | ByOwnState | CannotResume
-"""How a resumed run gets to the position where the data was left."""
+"""How a resumed run reaches its position in the data."""
 
 
 class BatchIterator(ABC):
@@ -104,13 +104,13 @@ class BatchIterator(ABC):
         is_last: whether the last iteration ends the pass.
         indices: those of the samples of the last iteration, a list for each replica of the process
             with a batch (a single index if batches are not collated); ``None`` if unknown.
-        contents: what was read of each batch of the last iteration where it was fetched; ``None``
-            if nothing was.
+        contents: what was read of each batch of the last iteration in the process that fetched it;
+            ``None`` if nothing was.
         skipped: how many batches were skipped right before the last iteration, and positions of
             the order in them.
-        repeats: for each replica of the process with a batch, how many samples at the end of its
-            last batch occur a second time in the pass, so that all replicas get equally many;
-            empty if none does.
+        repeats: for each replica of the process with a batch, the number of samples at the end of
+            its last batch that occur a second time in the pass, so that all replicas get equally
+            many; empty if none does.
     """
 
     num_samples: int = 0
@@ -135,9 +135,9 @@ class BatchIterator(ABC):
         return None
 
     def catch_up(self) -> Iterator[None]:
-        """Read again what is before the position, step by step.
+        """Read the data before the position again, step by step.
 
-        The first iteration does what is left of it.
+        The first iteration does the rest.
         """
         return iter(())
 
@@ -268,9 +268,9 @@ class _HealedBatches(WrappedBatches):
         if isinstance(source.resumes_by, CannotResume):
             kind = type(source.loader).__name__
             raise WorkerError(
-                f"The workers of a {kind} must not die: {loss}. Helios cannot fetch its batches "
-                f"again, because only the {kind}, which has no state, knows them; that of "
-                f"create_dataloader would go on with new workers. {source.resumes_by.remedy}"
+                f"Workers of a {kind} were lost: {loss}. Helios cannot fetch its batches again, "
+                f"because the {kind} has no state; a loader from create_dataloader would continue "
+                f"with new workers. {source.resumes_by.remedy}"
             ) from loss
         self._note(loss)
         self._num_alone = source.num_alone
@@ -288,10 +288,10 @@ class _HealedBatches(WrappedBatches):
             epoch, batch = self._epoch, self._batch
             samples = self._source.indices(epoch, batch=batch, sample=self._sample)
             raise WorkerError(
-                f"Loader workers were lost {_MOST_LOSSES} times without a batch between: "
+                f"Loader workers were lost {_MOST_LOSSES} times at the same batch: "
                 f"{'; '.join(self._losses)}. They did not fetch batch {batch} of epoch {epoch + 1} "
-                f"with the samples {samples or '(unknown)'}. See why with num_workers=0 under "
-                "python -X faulthandler; if it just takes long, raise worker_timeout."
+                f"with the samples {samples or '(unknown)'}. Find the cause with num_workers=0 "
+                "under python -X faulthandler; if fetching is slow, raise worker_timeout."
             ) from loss
         # Ranks other than 0 show errors only.
         level = logging.ERROR if get_global_rank() else logging.WARNING
@@ -316,7 +316,7 @@ class Source(ABC):
         loader: the loader.
         resumes_by: how a pass starts in the middle, if it can.
         has_lost: whether workers were lost, and no batch came since then.
-        num_alone: how many batches one worker then fetches, one at a time; 0 for none.
+        num_alone: the number of batches that one worker then fetches, one at a time; 0 for none.
     """
 
     name: str = ""
@@ -458,7 +458,7 @@ class Source(ABC):
     ) -> list[tuple[list[Any], list[Content]]] | None:
         """Fetch the batches of one iteration once more, beside any pass.
 
-        The data set changes as by any fetch; nothing else does.
+        Only the data set may change, as by any fetch.
 
         Args:
             epoch: number of the pass, from 0.
@@ -473,7 +473,7 @@ class Source(ABC):
 
     @final
     def skip_numbers(self, numbers: Sequence[int]) -> None:
-        """Skip batches by their numbers in the run: a function of these and of the epoch's length.
+        """Skip batches by their numbers in the run.
 
         Args:
             numbers: numbers of batches, from 1, over all epochs, with skipped ones.
@@ -584,7 +584,7 @@ def run_on_one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def pin(batch: Any) -> Any:
-    """Copy a batch to pinned memory by a loader of PyTorch, whose way to do so is not public."""
+    """Copy a batch to pinned memory with a PyTorch loader, since that function is not public."""
     loader: DataLoader[Any] = DataLoader(
         [batch],  # type: ignore[arg-type]
         batch_size=None,

@@ -19,13 +19,13 @@ class Steps:
 
     Assign it to ``train_dataset`` of a data module. A batch is an ``int``: the number of the
     training step of a replica, which no other replica, iteration or epoch of the run has:
-    ``(epoch * n + iteration) * num_replicas + replica``, all counted from 0. What ``train_step``
-    draws from ``torch``, ``random`` and Helios' NumPy generator depends on the seed, the iteration
-    and the replica, as with data.
+    ``(epoch * n + iteration) * num_replicas + replica``, all counted from 0. Random numbers from
+    ``torch``, ``random`` and Helios' NumPy generator depend on the seed, the iteration and the
+    replica, as with data.
 
     Args:
-        n: iterations of an epoch; ``None`` for a single epoch that never ends. Then a run by
-            epochs is an error, and numbers are only repeated if a hook ends the epoch.
+        n: iterations of an epoch; ``None`` for a single epoch without end. Then a run that counts
+            epochs is an error, and numbers are repeated only if a hook ends the epoch.
 
     Raises:
         ArgumentError: if ``n`` is neither a positive int nor ``None``.

@@ -1,7 +1,7 @@
 """Streams: data that can only be read one sample after the other, in a part for each replica.
 
 Parts are read batch by batch, in the training process or in a worker. A worker reads whole parts,
-so what a part returns does not depend on the number of workers. Every item of a worker holds one
+so the samples of a part do not depend on the number of workers. Every item of a worker holds one
 batch for each of its replicas; so items of all workers alternate.
 """
 
@@ -67,8 +67,8 @@ class Stream(IterableDataset[Any]):
     Each epoch opens every part anew: ``source.shard(num_replicas, replica)``, or ``source(replica,
     num_replicas)``, then ``set_epoch(epoch)`` of the result, if it has that. While a part is
     opened, and before each batch is read, ``torch``, ``random`` and Helios' NumPy generator are
-    seeded by epoch, batch and replica. So what is read depends neither on the number of processes
-    nor on loader workers, if the source draws from these, or from a seed and the epoch.
+    seeded by epoch, batch and replica. So the samples depend neither on the number of processes nor
+    on loader workers, if the source draws from these, or from a seed and the epoch.
 
     A run that resumes inside an epoch restores the state of each part, if it has ``state_dict``
     and ``load_state_dict`` and these passed a test at the first start of the run. Otherwise it
@@ -124,7 +124,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What the readers of a pass have in common.
+    """The settings that the readers of a pass share.
 
     Attributes:
         stream: the stream.
@@ -162,7 +162,7 @@ class StreamPlan:
 
 @final
 class StreamLoader(DataLoader[Any]):
-    """What :func:`create_dataloader` returns for a stream; only a trainer reads it.
+    """The result of :func:`create_dataloader` for a stream; only a trainer reads it.
 
     Args:
         stream: the stream.
@@ -389,7 +389,7 @@ class StreamSource(Source):
         return {_PARTS: states} if self.uses_state and states else {}
 
     def holds_states(self, state_dict: dict[str, Any]) -> bool:
-        """Whether a resume from a state restores the states of parts."""
+        """Return whether a resume from a state restores the states of parts."""
         return bool(state_dict.get(_PARTS))
 
     def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Loader workers are PyTorch's; here it is seen when some are lost, which is healed by a new pass.
+"""Detects lost loader workers of PyTorch, and replaces them by a new pass.
 
 The data of a pass is a position. So if a worker dies, or no batch comes for too long, the pass is
-closed and opened again at the next batch that was not handed out, as a resumed run does it.
+closed and opened again at the next batch, as in a resumed run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ZEROS = bytes(512)
 
 
 class WorkersLost(WorkerError):  # noqa: N818 - it is handled by opening the pass again
-    """Workers died, or did not answer; the text says which."""
+    """Workers died, or did not answer; the message says which."""
 
 
 @runtime_checkable
@@ -55,7 +55,7 @@ class _HasWorkers(Protocol):
 class Parcel:
     """Sends an item from a worker, or an error if it cannot be pickled.
 
-    A queue of Python only prints that error, and the training process would wait for the item.
+    A Python queue only prints that error, and the training process would wait for the item.
     """
 
     def __init__(self, item: Any) -> None:
@@ -73,7 +73,7 @@ class Parcel:
 
 @final
 class WorkerItems(Iterator[Any]):
-    """What PyTorch's iterator returns, until workers are lost.
+    """The items of PyTorch's iterator, until workers are lost.
 
     PyTorch looks for dead workers every five seconds. A thread looks more often, and ends workers
     that do not answer.
@@ -160,7 +160,7 @@ class WorkerItems(Iterator[Any]):
         return text if is_loss else ""
 
     def look(self) -> None:
-        """Kill the workers if they are waited for, and one has died or no batch comes in time."""
+        """Kill the workers if training waits for them, and one died or no batch comes in time."""
         if (looks := self._looks) is None:
             return
         # Looks are counted, not seconds, which go on while the whole job is suspended.
@@ -240,8 +240,8 @@ def _kill(items: _HasWorkers, is_free: Callable[[], bool]) -> None:
 def end_workers(loader: DataLoader[Any], items: object = None) -> None:
     """End the workers of a loader and wait for them.
 
-    Those that hang are killed, and PyTorch's own way to end is left to a thread: it may wait
-    forever for what a worker held that was killed.
+    Workers that hang are killed, and PyTorch's own shutdown runs in a thread: it may wait forever
+    for resources of a killed worker.
 
     Args:
         loader: PyTorch's loader.

@@ -1,4 +1,4 @@
-"""Pickles values and errors for other processes of the same job; tensors go on sharing memory.
+"""Pickles values and errors for other processes of the same job; tensors keep sharing memory.
 
 Use it only for data from processes of the same job, never for files.
 """

@@ -1,9 +1,9 @@
-"""Joins and leaves the process groups of a training, and guards its collectives.
+"""Joins and leaves the process groups of a run, and guards its collectives.
 
-A process joins two groups: the default one for tensors of the training, and one on the CPU for
-control messages, so that neither waits for the other; a third one if threads save together. This
-also works for a single process. A rank learns that another one has failed by an error, or from
-their common store.
+A process joins two groups: the default one for tensors of the run, and one on the CPU for control
+messages, so that neither waits for the other; a third one if threads save together. This also works
+for a single process. A rank learns that another one has failed by an error, or from their common
+store.
 """
 
 from __future__ import annotations
@@ -99,15 +99,15 @@ def join_group(
         info: the ranks of this process and the number of processes.
         backend: ``"nccl"`` for CUDA, ``"gloo"`` for the CPU; the control group always uses gloo.
         meeting: URL of the rendezvous: ``"tcp://host:port/name"`` (a free port on the machine of
-            rank 0; ranks that give another name at the same port are not mistaken for own ones),
-            ``"file:///path"`` of a file that does not exist yet, or ``"env://"`` for torchrun's
-            variables. A single process needs none.
+            rank 0; ranks with another name on the same port are rejected), ``"file:///path"`` of a
+            file that does not exist yet, or ``"env://"`` for torchrun's variables. A single process
+            needs none.
         store: a store that only these ranks know, in place of a meeting.
         device: the GPU of this process, for NCCL.
 
     Raises:
-        RuntimeError: if this process is in a group, the port of rank 0 is in use, or other ranks
-            do not come.
+        RuntimeError: if this process is in a group, the port of rank 0 is in use, or other ranks do
+            not join.
     """
     if info.world_size > 1:
         # The first optimizer imports PyTorch's compiler. If that is done inside a group, it keeps a
@@ -298,7 +298,7 @@ def has_failed() -> bool:
 def has_lost_rank() -> bool:
     """Return whether another rank has failed, as far as this one can tell, within seconds.
 
-    Unlike a collective, it may be called in any thread, and whatever the other ranks do.
+    Unlike a collective, it may be called in any thread, at any time.
     """
     store = _find_store()
 
@@ -315,7 +315,7 @@ def has_lost_rank() -> bool:
 def open_store() -> Any:
     """Return another connection to the store of the group, without its prefixes.
 
-    A call that waits holds up everybody who uses the same connection.
+    A waiting call blocks every user of the same connection.
 
     Returns:
         The store; ``None`` in a group of the user, and for another kind of store than TCP.
@@ -384,10 +384,10 @@ def note_failure(store: Any) -> None:
 
 
 def in_time(work: Callable[[], Any], seconds: float) -> Any:
-    """Return what some work returns; ``None`` if it takes longer, or if disk or network fail.
+    """Return the result of some work; ``None`` if it takes longer, or if disk or network fail.
 
     Args:
-        work: done in a thread, which is left alone if it waits forever.
+        work: done in a thread, which is abandoned if it waits forever.
         seconds: how long this waits.
     """
     found = []

@@ -1,4 +1,4 @@
-"""Selects the device of a training, makes it the current one, and moves batches to it."""
+"""Selects the device of a run, makes it the current one, and moves batches to it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _check_gpu_ids(gpus: list[int], count: int, caller: str) -> None:
     if missing:
         raise ArgumentError(
             f"{caller}(gpus=...) must name GPUs of this machine (it has {count}), got {gpus}. "
-            "Correct the ids, or omit gpus to train on the available devices."
+            "Pass ids of these, or omit gpus to train on the available devices."
         )
 
 
@@ -84,10 +84,10 @@ def device_of_rank(gpus: list[int], local_rank: int) -> torch.device:
 
 
 def as_current(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which a GPU is the current one, for whatever names no number.
+    """Return a context in which a GPU is the current one, for code without a device number.
 
-    Such are ``torch.zeros(1, device="cuda")``, kernels of a user's own, events and streams. The
-    first GPU is the current one anyway, so CUDA is not started for it.
+    Examples are ``torch.zeros(1, device="cuda")``, custom kernels, events and streams. The first
+    GPU is the current one anyway, so CUDA is not started for it.
     """
     is_by_default = not device.index and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if device.type != "cuda" or device.index is None or is_by_default:

@@ -1,7 +1,7 @@
 """The engine: runs backward, clipping and updates on a device, and sums over processes.
 
-An engine is a device, a precision and the replicas of a run, each a small object of its own. It
-decides nothing: the optimizer loop calls it in the order of an update.
+An engine combines a device, a precision and the replicas of a run. It decides nothing: the
+optimizer loop calls it in the order of an update.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def _check_limit(name: str, value: Any) -> None:
 
 
 class Engine(StandaloneEngine):
-    """A device, a precision and the replicas of a run, and what is done with a loss there.
+    """A device, a precision and the replicas of a run; runs backward and the optimizer step.
 
-    This is the only engine class. Subclass it and override a method to change what it does.
+    This is the only engine class. Subclass it and override a method to change its behavior.
 
     Args:
-        device: the device of the training, by object or name; ``None`` for the first GPU, or the
-            CPU if there is none.
-        clip_norm: maximum 2-norm of the gradients of a step, of all optimizers that are updated
+        device: the device of the run, by object or name; ``None`` for the first GPU, or the CPU if
+            there is none.
+        clip_norm: maximum 2-norm of the gradients of a step, over all optimizers that are updated
             from one backward.
         clip_value: maximum magnitude of each element of the gradients.
-        precision: the type in which the steps of the model compute, or its name.
+        precision: the dtype in which the steps of the model compute, or its name.
         bucket_bytes: with several processes, send gradients in buckets of at least this many bytes
             during backward; ``None`` to send all of them after it. The bits are the same.
 
     Attributes:
-        device: the device of the training.
-        unsaved: names of attributes that training changes and that no checkpoint needs.
+        device: the device of the run.
+        unsaved: names of attributes that training changes and that need not be saved.
 
     Raises:
         ArgumentError: if the name of the device is unknown, a limit is not a positive number, both
@@ -144,7 +144,7 @@ class Engine(StandaloneEngine):
 
     @property
     def precision(self) -> Precision:
-        """The type in which the steps of the model compute."""
+        """The dtype in which the steps of the model compute."""
         return self._precision
 
     @property
@@ -253,7 +253,7 @@ class Engine(StandaloneEngine):
             scaler.unscale(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
-        """Clip the unscaled gradients by norm or by value, if the options say so.
+        """Clip the unscaled gradients by norm or by value, as the options say.
 
         The norm is that of all gradients of one backward: if it is for several optimizers, they are
         clipped together, in the call for the first one.
@@ -288,14 +288,15 @@ class Engine(StandaloneEngine):
         return total
 
     def find_norm(self, gradients: Sequence[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
-        """Return a norm of gradients; where models are sharded, all processes call this together.
+        """Return a norm of gradients; with sharded models, all processes must call this together.
 
         Args:
             gradients: one, or several in a list.
-            norm_type: the ``p`` of the norm; 2 or ``inf`` where models are sharded.
+            norm_type: the ``p`` of the norm; 2 or ``inf`` with sharded models.
 
         Raises:
-            UsageError: for another one there, whose bits depend on the number of processes.
+            UsageError: for another norm of sharded models, whose bits depend on the number of
+                processes.
         """
         replicas = self._replicas
         if replicas.is_sharded:

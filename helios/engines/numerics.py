@@ -1,4 +1,4 @@
-"""Sets, for a block of code, the settings of PyTorch that change the bits of arithmetic."""
+"""Sets the PyTorch settings that affect the bits of arithmetic, for a block of code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _set_determinism(value: bool, warn_only: bool) -> None:
 def numerics(
     *, is_deterministic: bool, use_cudnn_benchmark: bool, num_threads: int | None
 ) -> Iterator[None]:
-    """Set what changes the bits of arithmetic for a block, and restore the settings afterwards.
+    """Set the settings that affect the bits of arithmetic, and restore them after the block.
 
     Args:
         is_deterministic: require deterministic algorithms, on the CPU too.

@@ -1,9 +1,9 @@
-"""The type in which the steps of a model compute, and the scale of losses in fp16.
+"""The dtype in which the steps of a model compute, and the scale of losses in fp16.
 
-A precision is a plain value. The engine creates the autocast context of its steps from it, and the
-loss scaler if its type has too few exponent bits for gradients: then gradients do not underflow,
-and an update is skipped on overflow. The arithmetic is that of ``torch.amp.GradScaler``. It steps
-no optimizer: a fused one would skip its update internally, without reporting it.
+A precision is a plain value. From it, the engine creates the autocast context of its steps, and the
+loss scaler if the dtype has too few exponent bits for gradients: then gradients do not underflow,
+and an update is skipped on overflow. The arithmetic is that of ``torch.amp.GradScaler``, but it
+steps no optimizer: a fused one would skip its update internally, without reporting it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 @final
 @dataclasses.dataclass(frozen=True)
 class ScalerOptions:
-    """How losses are scaled in fp16, as in ``torch.amp.GradScaler``.
+    """Options of loss scaling in fp16, as in ``torch.amp.GradScaler``.
 
     Attributes:
         init_scale: the initial loss scale.
         growth_factor: multiplies it after ``growth_interval`` windows without an infinity.
-        backoff_factor: multiplies it after a window with one, whose update is skipped.
+        backoff_factor: multiplies it after a window with an infinity, whose update is skipped.
         growth_interval: a number of windows.
 
     Raises:
@@ -74,7 +74,7 @@ class ScalerOptions:
 @final
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The type of the arithmetic within a model's steps. Parameters keep their own type.
+    """The dtype of the arithmetic in a model's steps. Parameters keep their own dtype.
 
     Use ``Precision.FP32``, ``Precision.BF16`` or ``Precision.FP16``, or create one with
     :meth:`from_str` or :meth:`fp16`.
@@ -84,7 +84,7 @@ class Precision:
         scaler: how losses are scaled; ``None`` if they are not.
 
     Raises:
-        ArgumentError: if the name is unknown, or a scaler is given for a type that needs none.
+        ArgumentError: if the name is unknown, or a scaler is given for a dtype that needs none.
 
     Example:
         >>> Precision.fp16(growth_interval=100).scaler.growth_interval
@@ -103,7 +103,7 @@ class Precision:
     def __post_init__(self) -> None:
         if not isinstance(self.value, str) or self.value not in _DTYPES:
             raise ArgumentError(
-                f'Precision must be "fp32", "bf16" or "fp16", got {self.value!r}. Correct the name.'
+                f'Precision must be "fp32", "bf16" or "fp16", got {self.value!r}. Use one.'
             )
         is_scaled = self.value == "fp16"
         if is_scaled and self.scaler is None:
@@ -147,7 +147,7 @@ class Precision:
 
     @property
     def casts(self) -> bool:
-        """Whether the steps of a model compute in a type other than that of their parameters."""
+        """Whether the steps of a model compute in another dtype than that of their parameters."""
         return _DTYPES[self.value] is not None
 
     def autocast(self, device: torch.device) -> AbstractContextManager[None]:
@@ -157,7 +157,7 @@ class Precision:
 
 
 def as_precision(precision: Any) -> Precision:
-    """Return a precision that was given as it is, or by its name.
+    """Return a precision that was given as an object or by name.
 
     Raises:
         ArgumentError: for a name that is unknown.
@@ -252,7 +252,7 @@ class LossScaler:
 
         Args:
             optimizer: the optimizer.
-            group: those whose gradients are from the same backward, which count, too.
+            group: the optimizers whose gradients are from the same backward, which also count.
         """
         self._stepped.add(id(optimizer))
         return all(self._has_finite(each) for each in (optimizer, *group))
@@ -266,7 +266,7 @@ class LossScaler:
         return gradients.are_finite
 
     def adjust(self) -> None:
-        """Adjust the scale by what was found in the window, also if a hook skipped a step."""
+        """Adjust the scale to the gradients of the window, also if a hook skipped a step."""
         if any(gradients.has_any for gradients in self._unscaled.values()):
             self._scaler.update()
         self._unscaled, self._stepped = {}, set()

@@ -63,9 +63,9 @@ def _as_device(device: object) -> torch.device:
 
 
 class StandaloneEngine:
-    """A process on a device, which needs no trainer; the base of ``Engine``.
+    """A process on a device, without a trainer; the base of ``Engine``.
 
-    Everything here also works outside of a process group, as the only process of a run.
+    All of it also works outside of a process group, as the only process of a run.
 
     Args:
         device: the device of this process, by object or name; ``None`` for the first GPU, or the
@@ -181,7 +181,7 @@ class StandaloneEngine:
     def ddp_sync_run(self) -> AbstractContextManager[None]:
         """Return a context whose block runs on rank 0 first, then on all others.
 
-        Use it to download on rank 0 what the others then read. If the block fails on one process,
+        Use it for downloads on rank 0 that other ranks read. If the block fails on one process,
         that process raises its error and all others a ``RankError`` that names it.
         """
         return _first_rank_first("ddp_sync_run")
@@ -221,7 +221,7 @@ class StandaloneEngine:
         self._has_joined |= has_joined
 
     def cleanup_process(self, *, is_failing: bool = False) -> None:
-        """Leave the group that :meth:`setup_process` has joined, if it has joined one.
+        """Leave the group that :meth:`setup_process` has joined, if any.
 
         Args:
             is_failing: whether an error is being raised; then it does not wait for other processes.
@@ -345,7 +345,7 @@ class StandaloneEngine:
         *,
         strict: bool = False,
     ) -> None:
-        """Load the states of parts, whichever engine has packed them.
+        """Load the states of parts, from any engine.
 
         Args:
             checkpoint: what :meth:`pack_checkpoint` has returned.
@@ -482,7 +482,7 @@ def _sync_tensor(tensor: Tensor, mode: str | None) -> Any:
     """Return a tensor's sum, mean or values over all processes; see ``Engine.sync_tensor``."""
     if mode not in (*_MODES, None):
         raise ArgumentError(
-            f'sync_tensor(mode=...) must be "sum", "mean" or "all", got {mode!r}. Correct the name.'
+            f'sync_tensor(mode=...) must be "sum", "mean" or "all", got {mode!r}. Use one of them.'
         )
     if not is_dist_active():
         return tensor

@@ -1,9 +1,9 @@
-"""How Helios calls what users write: the bus, with the receivers of every event, and overrides.
+"""Calls user code: the bus, with the receivers of every event, and overrides.
 
 The receivers are found once, so that unused events cost nothing: ``emit`` calls all of them,
 ``ask`` returns True if any of them does, and ``transform`` passes a batch through the one plugin
-that processes it. What users override in loops and engines is checked before anything calls it,
-because parameters that do not fit fail in the middle of a run.
+that processes it. Methods that users override in loops and engines are checked before a call,
+because wrong parameters would fail in the middle of a run.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def check_call(
         signature.bind(*parameters)
     except TypeError as error:
         raise ArgumentTypeError(
-            f"{name} must take ({', '.join(parameters)}), but takes {signature}. Correct the "
+            f"{name} must take ({', '.join(parameters)}), but takes {signature}. Fix the "
             "parameters of the method."
         ) from error
 
@@ -117,12 +117,12 @@ def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable
     may += [f"may take {name}=0" for name in event.optional]
     wanted = ", ".join([f"({', '.join(event.parameters)})", *may])
     raise ArgumentTypeError(
-        f"{place} must take {wanted}, but takes {signature}. Correct the parameters of the method."
+        f"{place} must take {wanted}, but takes {signature}. Fix the parameters of the method."
     )
 
 
 def _takes_in_place(signature: inspect.Signature, names: tuple[str, ...], event: Event) -> bool:
-    """Whether a method takes arguments by position, none of them in the place of another one."""
+    """Return whether a method takes its arguments by position, in the right order."""
     everything = event.parameters + event.optional
     for name, parameter in zip(names, signature.parameters.values(), strict=False):
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -136,7 +136,7 @@ def _takes_in_place(signature: inspect.Signature, names: tuple[str, ...], event:
 def _accepts(
     signature: inspect.Signature, in_place: tuple[str, ...], by_name: tuple[str, ...], event: Event
 ) -> bool:
-    """Whether a call binds, with and without the arguments that are not always passed."""
+    """Return whether a call binds, with and without the arguments that are not always passed."""
     try:
         for left_out in ((), event.optional):
             signature.bind(
@@ -163,7 +163,7 @@ class Bus:
             iteration looks here first, to avoid a call for an event without receivers.
         asking: the events in which a receiver may request a checkpoint, the end or a skip, or
             change the losses.
-        is_logging: whether numbers are being logged, so that a receiver must not log any.
+        is_logging: whether numbers are being logged, so that receivers must not log.
 
     Raises:
         ArgumentTypeError: for a method whose parameters are not those of its event, or that is
@@ -208,7 +208,7 @@ class Bus:
         return [owner_name(owner) for owner in self._owners[event]]
 
     def find(self, event: str) -> Callable[..., Any] | None:
-        """Return what calls all receivers of an event; ``None`` if it has none."""
+        """Return a function that calls all receivers of an event; ``None`` if it has none."""
         has_several = len(self._receivers[event]) > 1
         return partial(self.emit, event) if has_several else self.active.get(event)
 
@@ -352,12 +352,12 @@ def check_overrides(owner: object, base: type, *, receives: Collection[str] = ()
 def check_arguments(
     owner: object, names: Sequence[str], arguments: Sequence[str], *, may_yield: bool = False
 ) -> None:
-    """Check that methods that a user has written take what is passed to them.
+    """Check that user methods take the arguments that are passed to them.
 
     Args:
         owner: the object.
         names: names of the methods.
-        arguments: names of what they get, by position.
+        arguments: names of their arguments, by position.
         may_yield: whether they may be generators.
 
     Raises:
@@ -373,7 +373,7 @@ def check_arguments(
 def check_state_methods(
     owner: object, base: type, *, remedy: str = "Add the other one.", may_show: bool = False
 ) -> bool:
-    """Return whether a class of the user's saves state by methods of its own.
+    """Return whether a user's class saves state by its own methods.
 
     Args:
         owner: the object.

@@ -2,7 +2,7 @@
 
 One live object for the whole run, which reads the run. Plugins have it as ``self.context``; a
 :class:`helios.plugins.HookContext` gets it as its argument. Nothing can be assigned: a batch or a
-loss that a hook exchanged there would be taken by some of Helios, and not by the rest.
+loss that a hook replaced there would be used by some parts of Helios, and not by others.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Change:
 
 CHANGES = (
     Change(
-        "map the batch",
+        "replace the batch",
         "return it from `process_*_batch`, in one plugin",
         ("batch", "raw_batch"),
     ),
@@ -82,11 +82,11 @@ CHANGES = (
     ),
     Change(
         "change the loss or the outputs",
-        "return others from `train_step`; a hook cannot",
+        "return other ones from `train_step`; a hook cannot",
         ("loss", "model_outputs"),
     ),
 )
-"""What a hook may change, which the page of events and errors show. It only reads all else."""
+"""What a hook may change; everything else is read-only. The page of events and errors show it."""
 
 
 class Context(Generic[RunModel]):
@@ -124,7 +124,7 @@ class Context(Generic[RunModel]):
 
     @property
     def model_outputs(self) -> Any:
-        """What the current step returned, or the outputs of its batch processor."""
+        """The result of the current step, or the outputs of its batch processor."""
         return self._run.model_outputs
 
     @property
@@ -156,7 +156,7 @@ class Context(Generic[RunModel]):
     def is_replay(self) -> bool:
         """Whether a part of a run is only repeated, to compare it with the run's ledger.
 
-        What you log or upload was logged before: write nothing then.
+        Its logs and uploads exist already: write nothing then.
         """
         return self._parts.is_replay
 
@@ -169,7 +169,7 @@ class Context(Generic[RunModel]):
     def has_changed(self) -> bool:
         """Whether this start may compute other values than the last one, on purpose.
 
-        It went back to ``Trainer(resume=<path>)``, or values changed that define it.
+        It went back to ``Trainer(resume=<path>)``, or values that define it have changed.
         """
         return self._run.has_changed
 
@@ -248,7 +248,7 @@ class Context(Generic[RunModel]):
 
     @property
     def replica(self) -> int:
-        """Number of the replica that trains now, from 0.
+        """Number of the current replica, from 0.
 
         Valid from ``on_forward_start`` to ``on_backward_end``, which are called once for each
         replica of this process; :attr:`batch`, :attr:`model_outputs` and :attr:`loss` are the
@@ -258,7 +258,7 @@ class Context(Generic[RunModel]):
 
     @property
     def padding(self) -> tuple[int, int]:
-        """How many samples at the end of the replica's batch are padding, and of how many.
+        """The number of padding samples at the end of the replica's batch, and the batch size.
 
         With several replicas, the first samples of an epoch occur a second time at its end, so that
         all replicas get equally many, unless ``drop_last`` is set. Valid as :attr:`replica` is, in
@@ -274,7 +274,7 @@ class Context(Generic[RunModel]):
         return batches.repeats[index], size
 
     def agree(self, flag: bool) -> bool:
-        """Return whether any process raises a flag; the same on all processes.
+        """Return whether any process passes True; the same on all processes.
 
         All processes must call this, in the same order: in the events of iterations, windows,
         updates, epochs and whole passes. Forward and backward events, and the batches of an
@@ -308,7 +308,7 @@ class Context(Generic[RunModel]):
     def per_replica(
         self, make: Callable[[], Part], merge: Callable[[Part, Part], Part]
     ) -> PerReplica[Part]:
-        """Return an object for each replica: for what is accumulated over batches, such as sums.
+        """Return an accumulator for each replica, such as for sums over batches.
 
         Update ``current`` in the events that occur once per replica, or those in ``local``.
         ``merged()`` has the data of all replicas, the same for every number of processes, and
@@ -405,7 +405,7 @@ class Context(Generic[RunModel]):
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
-        """The optimizers of the model, by attribute path; the table is read only."""
+        """The optimizers of the model, by attribute path; read-only."""
         return MappingProxyType(self._parts.model.discovery.optimizers())
 
     @property
@@ -415,7 +415,7 @@ class Context(Generic[RunModel]):
 
     @property
     def lr_schedulers(self) -> Mapping[str, LRScheduler]:
-        """The learning-rate schedulers of the model, by attribute path; the table is read only."""
+        """The learning-rate schedulers of the model, by attribute path; read-only."""
         return MappingProxyType(self._parts.model.discovery.schedulers())
 
     @property
@@ -451,7 +451,7 @@ class Context(Generic[RunModel]):
 
         Args:
             scalars: numbers, or tensors of one element, by name, such as ``"train/loss"``.
-            surplus: what must not be passed.
+            surplus: must be empty.
 
         Raises:
             ArgumentTypeError: if they are not a mapping.
@@ -489,7 +489,7 @@ class Context(Generic[RunModel]):
         self._run.asked.is_checkpoint_wanted = True
 
     def request_stop(self, reason: str) -> None:
-        """Request the regular end of the run at the next safe point; the first reason counts."""
+        """Request to finish the run at the next safe point; the first reason counts."""
         self._parts.agreement.check_open("Context.request_stop()")
         self._run.asked.stop_reason = self._run.asked.stop_reason or reason
 
@@ -504,9 +504,9 @@ class Context(Generic[RunModel]):
     def skip_step(self, reason: str) -> None:
         """Skip the current update; call this before or in ``on_optimizer_step_start``.
 
-        Its gradients are discarded; schedulers and, in ITERATION unit, ``current_iteration`` do
-        not advance. One process that requests it is enough: all of them skip the update, and
-        :attr:`is_optimizer_step_committed` says so in ``on_before_zero_grad``.
+        Its gradients are discarded; schedulers and, in ITERATION unit, ``current_iteration`` do not
+        advance. A request of one process is enough: all of them skip the update, and
+        :attr:`is_optimizer_step_committed` is False in ``on_before_zero_grad``.
 
         Raises:
             UsageError: in manual mode, where the model steps its optimizers itself, and outside an
@@ -537,12 +537,12 @@ def _refuse_assignment(name: str) -> ReadOnlyError:
         if name in change.attributes:
             way = change.by.replace("`", "")
             return ReadOnlyError(f"{rule} To {change.what}, {way}.")
-    return ReadOnlyError(f"{rule} Keep values of your own in self.{name}.")
+    return ReadOnlyError(f"{rule} Keep your own values in self.{name}.")
 
 
 @final
 class PerReplica(Generic[Part]):
-    """What a plugin accumulates separately in each replica; see :meth:`Context.per_replica`.
+    """A plugin's accumulators, one per replica; see :meth:`Context.per_replica`.
 
     Merged in the order of the replicas, it does not depend on the number of processes.
 
@@ -565,11 +565,11 @@ class PerReplica(Generic[Part]):
 
     @property
     def current(self) -> Part:
-        """The object of the replica that runs, where ``Context.replica`` is valid."""
+        """The object of the current replica, where ``Context.replica`` is valid."""
         return self.local[self._parts.runner.replica]
 
     def merged(self) -> Part:
-        """Return an object with what all replicas have; all processes must call this together."""
+        """Return an object with the data of all replicas; all processes must call this together."""
         *others, last = self._gather()
         found = self._load(last)
         for state in reversed(others):

@@ -1,7 +1,7 @@
-"""The events: typed methods of :class:`Hooks`, each with a decorator that says who receives it.
+"""The events: typed methods of :class:`Hooks`, each with a decorator that names its receivers.
 
-The table of events, ``docs/hooks.md`` and the bus are made of these methods; they stand in the
-order in which the events occur.
+The table of events, ``docs/hooks.md`` and the bus are made from these methods, in the order in
+which the events occur.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class Verb(Enum):
-    """What happens when an event occurs."""
+    """The way in which an event is emitted."""
 
     EMIT = "call all receivers"
     ASK = "true if any receiver returns True"
@@ -36,7 +36,7 @@ class Verb(Enum):
 
 
 class Receiver(Enum):
-    """Who may receive an event; the order of the table's column is the order of the calls."""
+    """Receivers of an event; the order of the table's column is the order of the calls."""
 
     PLUGIN = "plugins, in order of registration"
     DATA = "data module"
@@ -56,7 +56,7 @@ P, D, M, E, MONITOR = (
 
 @dataclass(frozen=True)
 class Event:
-    """What the decorator of an event says, and the signature and the docstring of its method.
+    """An event, from the decorator, the signature and the docstring of its method.
 
     Attributes:
         name: name of the method that receives it.
@@ -111,13 +111,13 @@ def asks_nothing(method: Method) -> Method:
 
 
 def may_ask(method: Callable[..., object]) -> bool:
-    """Whether a method lacks the mark of :func:`asks_nothing`."""
+    """Return whether a method lacks the mark of :func:`asks_nothing`."""
     function = getattr(method, "__func__", method)
     return getattr(function, "_helios_asks_nothing", None) is not function
 
 
 def is_silent(method: Callable[..., object]) -> bool:
-    """Whether a method has the mark of :func:`silent`."""
+    """Return whether a method has the mark of :func:`silent`."""
     function = getattr(method, "__func__", method)
     return getattr(function, "_helios_silent", None) is function
 
@@ -160,30 +160,29 @@ class Hooks:
 
     Override what you need. A method that is not overridden is not called, so it costs nothing; nor
     is one that the class does not receive. ``state`` is the live
-    :class:`~helios.state.TrainingState`: copy what you keep. Losses, batches and optimizers belong
-    to the run: change them only where a method says that you may.
+    :class:`~helios.state.TrainingState`: copy values that you keep. Losses, batches and optimizers
+    belong to the run: change them only where a method says that you may.
     """
 
     @event(D, verb=Verb.CALL)
     def prepare_data(self) -> None:
-        """Called once, before everything else: download and prepare files."""
+        """Download and prepare files; called once, before everything else."""
 
     @event(P, D, M, verb=Verb.CALL)
     def setup(self) -> None:
-        """Build networks, data and the like."""
+        """Build networks, data sets and the like."""
 
     @event(P, D, M, E)
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called when ``fit`` resumes, with the checkpoint that was read, before it is applied.
 
         Args:
-            checkpoint: the content of the file. What an override adds under keys of its own in
-                :meth:`on_save_checkpoint` is found here.
+            checkpoint: the content of the file, with keys that :meth:`on_save_checkpoint` added.
         """
 
     @event(P, D, M, E)
     def on_checkpoint_loaded(self) -> None:
-        """Called when ``fit`` resumes and all state but that of the random generators is back."""
+        """Called when ``fit`` resumes and all state except random generators is restored."""
 
     @event(P, M)
     def on_fit_start(self) -> None:
@@ -199,11 +198,11 @@ class Hooks:
 
     @event(P, M, E, scope="on_loop")
     def on_training_start(self) -> None:
-        """Called when the training starts or resumes, before ``model.train()``."""
+        """Called when training starts or resumes, before ``model.train()``."""
 
     @event(P, M)
     def on_training_resume(self, state: TrainingState) -> None:
-        """Called after :meth:`on_training_start` when the training resumes from a checkpoint.
+        """Called after :meth:`on_training_start` when training resumes from a checkpoint.
 
         Args:
             state: the counters, as the checkpoint had them.
@@ -284,10 +283,10 @@ class Hooks:
 
     @event(P, M, scope="on_optimizer_step")
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
-        """Called before an optimizer step: gradients are averaged, and not yet clipped.
+        """Called before an optimizer step, with averaged gradients that are not yet clipped.
 
-        This is the last place to call ``context.skip_step``. Not called where ``train_step``
-        makes the step itself.
+        This is the last place to call ``context.skip_step``. Not called if ``train_step`` makes
+        the step itself.
 
         Args:
             optimizer: the optimizer that steps.
@@ -295,10 +294,10 @@ class Hooks:
 
     @event(P, M)
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Called right after the optimizer and its schedulers have moved.
+        """Called right after the optimizer and its schedulers have stepped.
 
         Args:
-            optimizer: the optimizer, whose gradients are still there.
+            optimizer: the optimizer, before its gradients are cleared.
         """
 
     @event(P, M, scope="on_optimizer_step")
@@ -330,26 +329,26 @@ class Hooks:
 
     @event(P, M)
     def on_log(self, scalars: Mapping[str, float], state: TrainingState) -> None:
-        """Called with every set of numbers that is logged: losses, scores, ``context.log``.
+        """Called with every set of logged numbers: losses, scores, ``context.log``.
 
         Args:
-            scalars: the numbers by name. Losses are means, over micro-batches, replicas and the
-                iterations since they were logged before.
+            scalars: the numbers by name. Losses are means over micro-batches, replicas and the
+                iterations since the last log.
             state: the counters.
         """
 
     @event(P, M, verb=Verb.ASK)
     def should_training_stop(self) -> bool:
-        """Return whether training should end regularly after the current window.
+        """Return whether training should end after the current window; the run is then finished.
 
-        Called after each batch, after each validation and at the end of each epoch; it is enough
-        if one receiver returns True.
+        Called after each batch, after each validation and at the end of each epoch; one receiver
+        that returns True is enough.
         """
         return False
 
     @event(P, M, MONITOR, E, scope="on_epoch")
     def on_training_epoch_end(self, current_epoch: int) -> None:
-        """Called when an epoch has ended, before its checkpoint where epochs are counted.
+        """Called when an epoch has ended; before its checkpoint, if the run counts epochs.
 
         Args:
             current_epoch: number of the epoch, from 1.
@@ -357,10 +356,10 @@ class Hooks:
 
     @event(P, D, M, E)
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called with the content of a checkpoint that is written next.
+        """Called with the content of the checkpoint that is about to be written.
 
         Args:
-            checkpoint: the content; an override may add keys of its own.
+            checkpoint: the content; an override may add keys.
         """
 
     @event(P, M, E, scope="on_loop")
@@ -414,7 +413,7 @@ class Hooks:
 
     @event(M, verb=Verb.CALL)
     def have_metrics_improved(self) -> bool:
-        """Return whether the last validation was better than earlier ones; called after each."""
+        """Return whether the last validation improved on earlier ones; called after each."""
         return True
 
     @event(P, M, E, scope="on_loop")
@@ -489,7 +488,7 @@ class Hooks:
 
     @event(D, P, M)
     def teardown(self) -> None:
-        """Called at the end of every call, also after an exception: release what you took."""
+        """Called at the end of every call, also after an exception: release resources."""
 
 
 EVENTS: dict[str, Event] = {

@@ -71,7 +71,7 @@ class RankQueue:
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """What a rank has to know.
+    """The settings of a rank.
 
     Attributes:
         info: its ranks and the number of processes.
@@ -188,9 +188,9 @@ def describe_unguarded_script() -> str:
     """Return the error message for a script without a main guard."""
     script = getattr(sys.modules["__main__"], "__file__", None) or "The script"
     return (
-        f'{script} must start its training below the line `if __name__ == "__main__":`, because '
-        "each new process imports the script and would start the training again. Add the line "
-        "after the definitions of classes and functions, and indent everything below it."
+        f'{script} must start training below the line `if __name__ == "__main__":`, because each '
+        "new process imports the script and would start training again. Add the line after the "
+        "definitions of classes and functions, and indent everything below it."
     )
 
 

@@ -1,7 +1,7 @@
 """Starts ranks as PyTorch's processes, and ends all of them when one of them fails.
 
-PyTorch's library starts them, takes their results, and keeps the traceback of one that fails in a
-file. Here they are watched, get the signals of the launcher, and are ended in time.
+PyTorch's library starts them, takes their results, and writes the traceback of one that fails to a
+file. This module watches them, forwards signals of the launcher, and ends them in time.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def spawn(
         num_processes: the number of processes.
         args: further arguments of the function, after the rank.
         devices: the indices of their GPUs; None for the CPU.
-        queue: receives what ranks put into a ``RankQueue``, the last argument of the function then.
-        signals: records signals in this process, which are passed on to the ranks. Any other
+        queue: receives the items of a ``RankQueue``, which is then the last argument of the
+            function.
+        signals: records signals in this process, which are forwarded to the ranks. Any other
             signal, or a second Ctrl-C, ends all of them.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The ledger of a run, and what is made of it: differences, verification, replays."""
+"""The ledger of a run, and its uses: differences, verification, replays."""
 
 from helios.ledger.compare import Difference, Replay, diff
 from helios.ledger.verification import LedgerStatus, verify

@@ -1,4 +1,4 @@
-"""The file of a ledger: written as a run goes, cut back at a resume, found and read by others."""
+"""The file of a ledger: written during a run, truncated at a resume, found and read by others."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _BLOCK = 1 << 18
 class Book(line.LineReceiver):
     """Appends lines to the ledger of a run; closed until :meth:`open` is called.
 
-    A failed write does not stop the training: the lines stay in memory, and the next write tries
-    again. Only a checkpoint needs them on the disk: see :meth:`sync`.
+    A failed write does not stop training: the lines stay in memory, and the next write tries again.
+    Only a checkpoint needs them on the disk: see :meth:`sync`.
 
     Args:
         folder: the run's folder.
@@ -245,7 +245,8 @@ class Book(line.LineReceiver):
             self._has_failed = True
             _LOGGER.error(
                 "Could not write the ledger %s: %s. Training continues and tries again; no "
-                "checkpoint is saved until the ledger is on the disk. Make room or check the disk.",
+                "checkpoint is saved until the ledger is on the disk. Free disk space, or check "
+                "the disk.",
                 self._path,
                 error,
             )
@@ -285,7 +286,8 @@ def find_folder(place: Path, names: Sequence[str]) -> Path:
     if not found:
         raise LedgerError(
             f"There is no {' or '.join(names)} in {place} or directly below it. A run writes it "
-            'beside its checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a run.'
+            'next to its checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a '
+            "run."
         )
     shown = ", ".join(each.name for each in found)
     raise LedgerError(f"{place} holds several runs: {shown}. Pass the folder of one.")
@@ -321,8 +323,8 @@ def parse_header(data: bytes, path: Path) -> dict[str, Any]:
         header["run"], header["every"], header["after"]
     except (ValueError, LookupError, TypeError) as error:
         raise LedgerError(
-            f"{path} is not a ledger, or its first line is damaged. Put a copy in its place, or "
-            "rename it to go on without it."
+            f"{path} is not a ledger, or its first line is damaged. Replace it by a copy, or "
+            "rename it to continue without it."
         ) from error
     if version != line.VERSION:
         raise LedgerError(
@@ -360,7 +362,7 @@ class RunScores:
             scores = {name: read_float(digits) for name, digits in content["scores"].items()}
             self.unscored |= frozenset(content.get("unscored", ()))
         except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-            raise LedgerError("lacks what a line of scores has") from error
+            raise LedgerError("lacks entries of a line of scores") from error
         self.by_iteration[after] = scores
         return after
 

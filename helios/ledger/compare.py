@@ -1,6 +1,6 @@
 """Compares two runs: where they diverge, what differs there, and what was not compared.
 
-A replay is compared in the same way, line by line as it makes them.
+A replay is compared in the same way, line by line as it creates them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ NO_BUFFERS = "buffers were not compared"
 
 @dataclass(kw_only=True)
 class LineComparison:
-    """What a comparison of lines has found: the base of the results.
+    """The result of a comparison of lines; the base of the results.
 
     Attributes:
-        begins_after: the last iteration before the first that is compared; usually 0.
+        begins_after: the last iteration before the first compared one; usually 0.
         num_equal: the last iteration up to which both are equal.
         iteration: the first iteration that differs; ``None`` if there is none.
         what: the parts of it that differ, in the order in which an iteration computes them.
@@ -62,7 +62,7 @@ class LineComparison:
 
     @property
     def may_begin_earlier(self) -> bool:
-        """Whether what differs first is not compared in each iteration, so it may differ before."""
+        """Whether the first difference is not compared in each iteration, so it may be earlier."""
         return self.what[:1] in ([SCORES], [WEIGHTS], [BUFFERS])
 
     def add_line(self, body: bytes, *, is_end: bool) -> None:
@@ -138,7 +138,7 @@ class Difference(LineComparison):
         first, second: the two ledgers.
         lengths: the last iteration of each ledger.
         have_ended: whether each ledger has the line of the end of its run.
-        starts: what the newest starts of both runs differ in: both values, by name.
+        starts: the differences of the newest starts of both runs: both values, by name.
     """
 
     first: Path
@@ -149,7 +149,7 @@ class Difference(LineComparison):
 
     @property
     def is_equal(self) -> bool:
-        """Whether both have the same scores, and lines from the first that both have to the end."""
+        """Whether both have the same scores and the same lines, from their first common one on."""
         is_as_long = self.lengths[0] == self.lengths[1]
         is_at_end = self.have_ended[0] is self.have_ended[1]
         return self.iteration is None and is_as_long and is_at_end

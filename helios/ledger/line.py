@@ -1,8 +1,8 @@
 """The lines of a ledger: JSON objects, each of which ends in a hash over the chain before it.
 
-A line is a function of the run's definition and of the iteration. It holds neither time nor host,
-nor the number of processes, nor how often the run is saved or logged. Numbers are the bits of a
-float64, as 16 hexadecimal digits, so lines can be compared as text.
+A line is a function of the run's definition and of the iteration. It does not depend on time, host,
+the number of processes, or how often the run is saved or logged. Numbers are the bits of a float64,
+as 16 hexadecimal digits, so lines can be compared as text.
 
 =============  ============================================================================
 key            content
@@ -207,8 +207,8 @@ def unseal(data: bytes, chain: str) -> tuple[dict[str, Any], str]:
     body, tail = data[:-TAIL_BYTES], data[-TAIL_BYTES:]
     if not data.endswith(b"\n"):
         raise LedgerError(
-            "is cut off: the run is writing it, or a kill has ended that, and the next start goes "
-            "on from its checkpoint"
+            "is truncated: the run is writing it, or was killed, and the next start continues "
+            "from its checkpoint"
         )
     found = sha256(chain.encode() + body).hexdigest()[:_DIGITS]
     if tail != _HASH + found.encode() + b'"}\n':
@@ -230,7 +230,7 @@ def stated_hash(data: bytes) -> str:
 
 
 class LineReceiver(ABC):
-    """What takes the lines of a run: a file, or a comparison."""
+    """The receiver of the lines of a run: a file, or a comparison."""
 
     @abstractmethod
     def append(self, bodies: Iterable[str]) -> None:
@@ -264,4 +264,4 @@ class LineReceiver(ABC):
         """Wait until all lines are on the disk; another thread may call this."""
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write pending lines."""

@@ -1,7 +1,7 @@
-"""``run.jsonl``: what a run was started with, and what happened to it, written and read.
+"""``run.jsonl``: the settings and events of a run, written and read.
 
 Each event is a line of JSON; docs/logging.md lists them. The file depends on time and place, so it
-is never compared. A line that cannot be written costs a warning; one that a kill has cut off is
+is never compared. A line that cannot be written causes a warning; one that a kill has truncated is
 skipped.
 """
 
@@ -99,7 +99,7 @@ class RunFile:
 
 
 def as_plain(value: Any) -> Any:
-    """Return a value as JSON has it: other objects as their types."""
+    """Return a value for JSON; other objects as their types."""
     if isinstance(value, Enum):
         return value.name.lower()
     if value is None or isinstance(value, str | int):
@@ -213,7 +213,7 @@ class RunStart:
 
 @dataclass
 class RunFacts:
-    """What is known of a run, except for the lines of its ledger.
+    """The facts of a run, except for the lines of its ledger.
 
     Attributes:
         folder: its folder.
@@ -239,7 +239,7 @@ class RunFacts:
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
-        """What the newest start ran with: flat tables, by topic."""
+        """The settings of the newest start: flat tables, by topic."""
         tables = {topic: self.newest[topic] for topic in _SETTINGS if topic in self.newest}
         return {
             topic: dict(_flatten(table)) if isinstance(table, Mapping) else {topic: table}
@@ -310,7 +310,7 @@ def find_run(place: str | Path) -> Path:
 
 
 def read_run(folder: Path) -> RunFacts:
-    """Return what the file of events in the folder of a run says; empty without one.
+    """Return the facts in the events file of a run's folder; empty without one.
 
     Raises:
         LedgerError: if the file cannot be read.
@@ -326,7 +326,7 @@ def read_run(folder: Path) -> RunFacts:
 
 
 def find_differences(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
-    """Return what the newest starts of runs differ in: the value in each run, by name.
+    """Return the settings that differ between newest starts: the value in each run, by name.
 
     ``None`` stands for no value. A value that several topics hold is in it once.
     """

@@ -25,8 +25,8 @@ class LedgerStatus:
     Attributes:
         path: the ledger.
         num_iterations: lines of iterations that were read.
-        begins_after: the last iteration before the first line: 0, but for a branch of another run,
-            or if the ledger was switched on later or was lost.
+        begins_after: the last iteration before the first line: 0, except for a branch of another
+            run, or if the ledger was switched on later or was lost.
         has_ended: whether the run has ended, not only been interrupted.
         num_scored: validations whose scores were compared with those of checkpoints.
         hash: the hash of the last line, which covers all lines.
@@ -58,16 +58,15 @@ def verify(
     Args:
         run: the folder of the run, or its ledger.
         sidecars: those of the checkpoints beside it, by file name, the oldest first. Their places
-            must be in the ledger, the scores that they state must be those that the run has
-            recorded, and so must their digests; if the last one says that the run has finished, so
-            must the ledger.
+            must be in the ledger, and their scores and digests those that the run has recorded; if
+            the last one says that the run has finished, so must the ledger.
         watch: called with each line that follows from the one before it, except for the header.
 
     Returns:
         The status, with a finding for every line that was changed, removed, repeated or moved.
 
     Raises:
-        LedgerError: if there is no ledger, or if it cannot be read at all.
+        LedgerError: if there is no ledger, or if it cannot be read.
     """
     path, sidecars = find_ledger(run), sidecars or {}
     status = LedgerStatus(path)
@@ -167,7 +166,7 @@ class _Reader:
         try:
             self._take(data, content)
         except (ValueError, LookupError, TypeError, AttributeError, struct.error):
-            self._note("lacks what a line of a ledger has")
+            self._note("lacks entries of a line of a ledger")
 
     def _read_scores(self, data: bytes) -> None:
         count = len(self.scores.by_iteration)

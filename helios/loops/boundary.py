@@ -27,7 +27,7 @@ Validate: TypeAlias = Callable[[], bool]
 
 @dataclass(frozen=True)
 class BoundaryRules:
-    """What happens at a kind of boundary, at which a run may validate, save and end.
+    """The rules of a kind of boundary, at which a run may validate, save and end.
 
     Attributes:
         agrees: whether all processes first exchange requests. At the end of an epoch they have

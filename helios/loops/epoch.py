@@ -69,7 +69,7 @@ class BatchLoop(Loop):
     def prepare(self, batch: Any) -> Any:
         """Return a batch on the device, as the owner of ``process_training_batch`` maps it.
 
-        Loops that replace this one must call it too, exactly once per batch.
+        Loops that replace this one must also call it, exactly once per batch.
 
         Raises:
             UsageError: if it raises ``StopIteration``, which must not end a loop.
@@ -250,9 +250,9 @@ class EpochLoop(Loop):
         if is_summed and not self._run.is_manual:
             raise UsageError(
                 f"{type(self.batch_loop).__name__} must run an OptimizerLoop on each batch, but "
-                "the gradients of this one were not handed over: with several replicas or "
+                "the gradients of this one were not collected: with several replicas or "
                 "accumulation_steps they would be lost. Call self.optimizer_loop.run(batch); "
-                "override OptimizerLoop.losses(batch) for a step of your own."
+                "override OptimizerLoop.losses(batch) for your own step."
             )
 
     def on_advance_end(self) -> None:
@@ -330,7 +330,7 @@ class EpochLoop(Loop):
         super().teardown()
 
     def _refuse_empty_epoch(self) -> None:
-        # Epochs without batches would run forever, or end a training without any step.
+        # Epochs without batches would run forever, or end a run without any step.
         run = self._run
         if self._num_done == 0 and run.cursor.batch == 0 and not self._has_left:
             raise UsageError(
@@ -345,7 +345,7 @@ class EpochLoop(Loop):
         if self._run.cursor.step == 0 and self._num_done and not state.is_step_committed:
             _LOGGER.warning(
                 "Epoch %d has made no optimizer step: all were skipped. A run that counts steps "
-                "never ends like this.",
+                "would never end.",
                 state.global_epoch,
             )
 

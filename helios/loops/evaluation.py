@@ -1,4 +1,4 @@
-"""Passes over data without gradients: validation, inside fit or on its own, tests, predictions.
+"""Passes over data without gradients: validation, inside fit or separate, tests, predictions.
 
 An evaluation uses its own random numbers and restores the generators, modes and cuDNN settings,
 also after an error, so it does not affect training.

@@ -136,13 +136,13 @@ class FitLoop(Loop):
 
 @contextmanager
 def trying(parts: RunParts, *others: object) -> Iterator[None]:
-    """Run a sanity check; everything that it has changed is restored.
+    """Run a sanity check, and restore everything that it has changed.
 
     After an error nothing is restored: the run ends before training begins.
 
     Args:
         parts: the objects of the run.
-        others: what it may change besides the model, plugins, engine and loaders.
+        others: objects that it may change besides the model, plugins, engine and loaders.
 
     Raises:
         UsageError: for networks with lazy layers, whose first batch cannot be undone.

@@ -70,16 +70,16 @@ class SessionView:
 
     @property
     def state(self) -> TrainingState:
-        """The counters that users see; read only: the default loops advance them."""
+        """The counters that users see; read-only: the default loops advance them."""
         return self._run.state
 
     @property
     def cursor(self) -> Cursor:
-        """Position of the next batch; read only: the default loops advance it."""
+        """Position of the next batch; read-only: the default loops advance it."""
         return self._run.cursor
 
     def agree(self) -> bool:
-        """Exchange requests; all processes call this at the same place.
+        """Exchange requests; all processes must call this at the same place.
 
         Returns:
             Whether anything is requested.
@@ -93,7 +93,7 @@ class Loop(ABC):
     Attributes:
         roles: names of the children; each is an attribute that holds a loop.
         unsaved: names of attributes that training changes and that need not be saved.
-        session: what the loop may access, while a trainer runs it. Helios' own loops take what they
+        session: what the loop may access, while a trainer runs it. Built-in loops take what they
             need from the objects and the state of the run, when they are attached.
         has_left: of an epoch loop, whether the run ends after it; ``None`` if it ends after all
             processes have agreed on a stop.
@@ -188,12 +188,12 @@ class Loop(ABC):
         if role not in self.roles:
             raise ArgumentError(
                 f"{type(self).__name__}.connect(...) must name one of its roles "
-                f"{list(self.roles)}, got {role!r}. A loop below has roles of its own."
+                f"{list(self.roles)}, got {role!r}. A child loop has its own roles."
             )
         if not isinstance(loop, Loop):
             raise ArgumentError(
-                f"{type(self).__name__}.connect({role}=...) must be a Loop instance, got {loop!r}. "
-                "Pass an object of a class that derives from one of helios.loops."
+                f"{type(self).__name__}.connect({role}=...) must be a Loop instance, got "
+                f"{loop!r}. Pass an object of a class that derives from one in helios.loops."
             )
 
     @final
@@ -260,7 +260,7 @@ class Loop(ABC):
         return None
 
     def teardown(self) -> None:
-        """Release what the loop holds; called on every exit path, children first."""
+        """Release resources; called on every exit path, children first."""
         for child in self._children().values():
             child.teardown()
 

@@ -1,7 +1,7 @@
 """``OptimizerLoop``: trains on the losses of a step, one micro-batch at a time.
 
 A step yields its losses. Backward, the sum over micro-batches and replicas, the average, clipping,
-updates and clearing are all done here, so nobody can forget them.
+updates and clearing all happen here, so users cannot forget them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOGGER = logging.getLogger(__name__)
 _END = object()
 _CONTRACT = (
     "train_step must return a scalar loss tensor, a WeightedLoss, a dict with one of them under "
-    "'loss' (or yield such losses), or None when the model does backward and steps its optimizers "
+    "'loss' (or yield such losses), or None when the model runs backward and steps its optimizers "
     "itself"
 )
 SEPARATE_UPDATES = "updates between losses need a process for each replica"
@@ -46,7 +46,7 @@ class OptimizerLoop(Loop):
     Override :meth:`losses` for another order of forward passes and updates.
 
     Attributes:
-        SKIP: what a step yields instead of a loss, to leave out the update of an optimizer.
+        SKIP: what a step yields instead of a loss, to skip the update of an optimizer.
     """
 
     _bound: ClassVar[str] = (
@@ -109,12 +109,11 @@ class OptimizerLoop(Loop):
     def losses(self, batch: Any) -> Iterator[Any]:
         """Yield the losses of a micro-batch; by default what ``train_step`` returns or yields.
 
-        When the iterator goes on after a loss, backward is done, and ``.grad`` holds the gradients
-        of this micro-batch: read them, change or clear them. After the last loss they are added to
-        those of other micro-batches and replicas, and at the end of a window all optimizers make
-        their updates. After ``(loss, optimizer)``, only the parameters of this optimizer have got
-        gradients, and its update is made too if the window ends; this needs a process for each
-        replica.
+        When the iterator continues after a loss, backward has run, and ``.grad`` holds the
+        gradients of this micro-batch: read them, change or clear them. After the last loss they are
+        added to those of other micro-batches and replicas, and at the end of a window all
+        optimizers step. After ``(loss, optimizer)``, only the parameters of this optimizer have
+        gradients, and it has stepped if the window ends; this needs a process for each replica.
 
         Args:
             batch: the batch, on the device.
@@ -338,7 +337,7 @@ class OptimizerLoop(Loop):
         self._weights.append(weight)
 
     def _may_send_early(self) -> bool:
-        """Whether gradients may leave during the only backward of the micro-batch."""
+        """Return whether gradients may leave during the only backward of the micro-batch."""
         updates = self._run.state.is_step_boundary and self._runner.is_last
         is_only = not self._has_own_losses and len(self._find_optimizers()) == 1
         return updates and is_only and self._parts.agreement.frees_gradients
@@ -469,7 +468,7 @@ class OptimizerLoop(Loop):
         if self._own_backward is not None:
             raise UsageError(
                 f"{type(parts.model).__name__}.backward must not be overridden if each loss has "
-                "an optimizer of its own. Remove the method, or return the losses in a dict."
+                "its own optimizer. Remove the method, or return the losses in a dict."
             )
         if parts.schedule.accumulation_steps > 1:
             trained = {id(x) for known in self._apart for x in parameters_of(optimizers[known])}
@@ -494,7 +493,7 @@ class OptimizerLoop(Loop):
         self._unreached.add(path)
         _LOGGER.warning(
             "The loss yielded for %r reaches none of its parameters. Yields belong to the "
-            "optimizers in the order %s: correct it, or yield loss, optimizer.",
+            "optimizers in the order %s: change it, or yield loss, optimizer.",
             path,
             ", ".join(self._optimizers),
         )
@@ -606,8 +605,8 @@ class OptimizerLoop(Loop):
         order = self._order or sorted(found, key=lambda path: places[path.partition(".")[0]])
         if sorted(order) != sorted(found):
             raise UsageError(
-                f"YieldLoop(optimizers=...) must name each optimizer of the model once "
-                f"({sorted(found)}), got {list(order)}. Correct the names."
+                "YieldLoop(optimizers=...) must name each optimizer of the model once "
+                f"({sorted(found)}), got {list(order)}. Pass these names."
             )
         return {path: found[path] for path in order}
 
@@ -615,7 +614,7 @@ class OptimizerLoop(Loop):
 class YieldLoop(OptimizerLoop):
     """Trains with a ``train_step`` that yields one loss for each optimizer of the model.
 
-    The default loop does so too; this one names the order of the optimizers.
+    The default loop does this, too; this one sets the order of the optimizers.
 
     Args:
         optimizers: the model's optimizers in the order of the yields, by attribute name
@@ -750,7 +749,7 @@ def losses_in(result: Any) -> dict[str, Tensor]:
     if odd := [name for name, value in result.items() if isinstance(value, WeightedLoss)]:
         raise UsageError(
             f"A WeightedLoss must be under 'loss', got it under {', '.join(map(repr, odd))}. A "
-            "window has one sum of weights: add the sums up under 'loss'."
+            "window has one sum of weights: add the sums under 'loss'."
         )
     return {
         name: value
@@ -790,7 +789,7 @@ def loss_of(result: Any, *, takes_several: bool = False, is_yielded: bool = Fals
     if type(loss) is not Tensor and is_sharded(loss):
         raise UsageError(
             "A loss must not be computed of sharded parameters outside of a forward, where they "
-            "are not whole, but train_step has returned such a loss. Compute the penalty in the "
+            "are shards, but train_step has returned such a loss. Compute the penalty in the "
             "forward of the module that holds the parameters."
         )
     if loss.numel() != 1:
@@ -813,8 +812,8 @@ def _sum_of(loss: Any) -> Tensor:
     shown = "None" if loss is None else type(loss).__name__
     if isinstance(loss, dict):
         shown = (
-            f"a dict of {', '.join(map(repr, loss)) or 'nothing'}. Add the losses up under "
-            "'loss', or override Model.backward(losses) to make one gradient of several"
+            f"a dict of {', '.join(map(repr, loss)) or 'nothing'}. Add the losses under 'loss', "
+            "or override Model.backward(losses) to make one gradient of several"
         )
     raise UsageError(f"{_CONTRACT}, got {shown}.")
 

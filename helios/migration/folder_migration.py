@@ -1,7 +1,7 @@
 """Migrates the files of a folder to the current format, in place and under the same names.
 
-The new file is written beside the old one and replaces it in one step; its sidecar follows. A kill
-in between leaves the old file, or the new one without a sidecar, which is marked as migrated: a
+The new file is written next to the old one and replaces it in one step; its sidecar follows. After
+a kill, there is the old file, or the new one without a sidecar, which is marked as migrated: a
 start handles both correctly, and the next migration completes it.
 """
 
@@ -104,10 +104,10 @@ def migrate_checkpoints(
         is_recursive: whether to migrate those in the folders below it, too.
         is_dry: whether to only report; nothing is written.
         backs_up: whether to keep each old file in :data:`BACKUP_FOLDER` beside it.
-        watch: passes on the files one by one, and may show how far the work is.
+        watch: yields the files one by one, and may show the progress.
 
     Returns:
-        What has become of each file that may be a checkpoint; failures are in it.
+        The result for each file that may be a checkpoint, including failures.
     """
     paths = list(_find_candidates(root, is_recursive)) if root.is_dir() else [root]
     migration = _Migration(is_dry=is_dry, backs_up=backs_up)

@@ -1,8 +1,8 @@
 """Converts what helios-ml, the earlier package, wrote into its files to the format of Helios.
 
-Its objects are read as inert stubs that know their names and parts; here each of them becomes a
-plain value, and the whole the content of a checkpoint of the present schema. The package itself is
-never imported, and nothing in a file is called.
+Its objects are read as inert stubs with their names and parts; here they become plain values, and
+the file the content of a checkpoint of the current schema. The old package is never imported, and
+nothing in a file is called.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def find(tree: Any, name: str) -> Any:
 
 
 def is_old(tree: Any) -> bool:
-    """Whether a tree is the content of a file that helios-ml wrote."""
+    """Return whether a tree is the content of a file that helios-ml wrote."""
     is_ours = find(tree, file_names.KEY_SCHEMA) is not None
     return not is_ours and find(tree, file_names.KEY_TRAINING_STATE) is not None
 
@@ -227,7 +227,7 @@ def _is_split(model: Any) -> bool:
 
 
 def _counts_from_zero(state: Mapping[str, Any], stem: str) -> bool:
-    """Whether the current epoch counts from 0, as in releases 0.1 by iterations.
+    """Return whether the current epoch counts from 0, as in releases 0.1 by iterations.
 
     Their files have no version. Epochs are of one length, so the counters decide in most cases; in
     the others the name may.

@@ -60,7 +60,7 @@ def find_pretrained_file(root: Path, name: str) -> Path:
 
 
 def is_own(model: Model, name: str) -> bool:
-    """Whether a method is that of the user's class."""
+    """Return whether a method is that of the user's class."""
     return getattr(getattr(model, name), "__func__", None) is not getattr(Model, name)
 
 
@@ -70,7 +70,7 @@ _AROUND_VALID_STEP = ("on_validation_start", "on_validation_batch_start", "on_va
 def find_test_step(model: Model) -> str:
     """Return the name of the step that tests a model; empty if it has none.
 
-    What the model does for its ``valid_step`` in events of a validation is not done in a test.
+    A test does not call the model's events of a validation, on which its ``valid_step`` may rely.
     """
     if model.batch_processor is not None or is_own(model, "test_step"):
         return "test_step"
@@ -83,13 +83,13 @@ class Model(Hooks, ABC):
 
     Attributes:
         unsaved: names of attributes that training changes and that need not be saved.
-        unscored: names of validation scores that differ between equal runs, such as one that
-            measures time: comparisons of runs leave them out.
+        unscored: names of validation scores that differ between equal runs, such as measured times;
+            comparisons of runs leave them out.
         is_distributed: whether several processes train.
         map_loc: location that weights of a checkpoint are mapped to.
-        device: device of the training, which a trainer sets before ``setup``.
-        engine: the engine, for manual mode: backward, the update, wrapping; set as ``device`` is.
-        trainer: the trainer that runs the model; set as ``device`` is.
+        device: device of the run, which a trainer sets before ``setup``.
+        engine: the engine, for manual mode: backward, the update, wrapping; set like ``device``.
+        trainer: the trainer that runs the model; set like ``device``.
         global_rank: rank of this process among all, from 0.
         batch_processor: a :class:`BatchProcessor` that replaces the steps; ``None`` for none.
         scheduler_interval: when schedulers step in automatic mode, ``{name: "step" | "epoch" |
@@ -205,7 +205,7 @@ class Model(Hooks, ABC):
 
     @property
     def discovery(self) -> Discovery:
-        """Which of the model's attributes are state."""
+        """Finds which of the model's attributes are state."""
         return self._discovery
 
     @abstractmethod
@@ -221,20 +221,20 @@ class Model(Hooks, ABC):
     def log(self, name: str, value: float | Tensor, weight: float | None = None) -> None:
         """Log a mean, in ``train_step``, ``valid_step`` or ``test_step``.
 
-        In training it is shown and logged under its name, like the losses: as the mean since it was
-        shown last, over batches and replicas. In a validation or a test it is one of the scores.
-        Means are sums of values times weights, divided by the sum of the weights, in float64.
-        Gradients and the ledger know nothing of it, and nothing waits for the device.
+        In training it is logged under its name, like the losses: as the mean since the last log,
+        over batches and replicas. In a validation or a test it is one of the scores. Means are sums
+        of values times weights, divided by the sum of the weights, in float64. It affects neither
+        gradients nor the ledger, and does not wait for the device.
 
         Args:
-            name: its name, which no loss has, and no number that the step returns.
+            name: its name, unlike those of losses and of other numbers that the step returns.
             value: a number, or a tensor of one element; the mean over the batch.
-            weight: how many parts it is the mean of; ``None`` for the samples of the batch.
+            weight: how many items it is the mean of; ``None`` for the samples of the batch.
 
         Raises:
             UsageError: outside of these steps, where ``self.context.log`` logs a number.
-            ArgumentError: without a weight, if nobody knows how many samples the batch has.
-            ArgumentTypeError: for a value that is no number.
+            ArgumentError: without a weight, if the number of samples in the batch is unknown.
+            ArgumentTypeError: for a value that is not a number.
         """
         if self._step_log is None:
             raise UsageError(
@@ -246,27 +246,27 @@ class Model(Hooks, ABC):
     def shard(self) -> Sequence[nn.Module | Unit] | None:
         """Return the units of ``Trainer(sharding="full")``: modules that are gathered one by one.
 
-        The parameters of a unit are whole only while its forward or backward runs. What is in no
-        unit is in that of its network. ``None``, the default, stands for the children and the
+        The parameters of a unit are gathered only while its forward or backward runs. Everything
+        else is in the unit of its network. ``None``, the default, means the children and the
         members of ``ModuleList`` that have at least 2**20 elements. All replicas must call the same
-        units in the same order. ``Unit(module, checkpoint=True)`` also computes its activations
-        again in backward, with ``sharding="none"`` too, where nothing else counts.
+        units in the same order. ``Unit(module, checkpoint=True)`` also recomputes its activations
+        in backward, even with ``sharding="none"``.
         """
         return None
 
     def init_unit(self, module: nn.Module, name: str) -> bool | None:
-        """Give a module its initial values, with ``Trainer(init="keyed")`` only.
+        """Initialize a module, with ``Trainer(init="keyed")`` only.
 
-        Called for each module, after those inside of it, under a key of its name, without
-        gradients. It must not use what is in other units.
+        Called for each module after its children, without gradients, with random numbers seeded by
+        its name. It must not use other units.
 
         Args:
-            module: the module. What it holds itself has no values yet.
+            module: the module, whose own parameters and buffers have no values yet.
             name: its path from the model, e.g. ``"net.layers.0.attention"``.
 
         Returns:
-            True if all that the module holds itself is written, which is checked; otherwise its
-            ``reset_parameters`` or ``_reset_parameters`` is called.
+            True if all of the module's own parameters and buffers are written, which is checked;
+            otherwise its ``reset_parameters`` or ``_reset_parameters`` is called.
         """
         return None
 
@@ -277,7 +277,7 @@ class Model(Hooks, ABC):
         """Return the state; by default everything that Helios discovers.
 
         Outside a run it holds networks, optimizers and the like, but no plain values: these are
-        found by comparing with what setup() created. A model without any of these has the state
+        found by comparing with the results of setup(). A model without any of these has the state
         ``{}``.
 
         Override both this and :meth:`load_state_dict`, or neither.
@@ -289,11 +289,11 @@ class Model(Hooks, ABC):
 
         Args:
             state_dict: the state, on the CPU; loading copies it to the devices of the parameters.
-            fast_init: for an evaluation: what ``setup`` has not built is not an error.
+            fast_init: for an evaluation: state that ``setup`` has not built is not an error.
 
         Raises:
-            StateError: for a state that was made by an overridden ``state_dict``, or that does not
-                match the current attributes.
+            StateError: for a state from an overridden ``state_dict``, or one that does not match
+                the current attributes.
         """
         if "objects" not in state_dict:
             found = ", ".join(map(repr, state_dict)) or "nothing"
@@ -367,25 +367,24 @@ class Model(Hooks, ABC):
 
         Returns:
             A scalar loss, a :class:`WeightedLoss`, such as a sum over tokens, or a dict with one of
-            them under ``"loss"``: Helios does backward and steps the optimizers and their
+            them under ``"loss"``: Helios runs backward and steps the optimizers and their
             schedulers. Or a generator that yields one loss for each optimizer, or each with its
-            optimizer: ``yield loss, self.optimizer``. ``None``: the model has done all that itself.
+            optimizer: ``yield loss, self.optimizer``. ``None`` if the model does all that itself.
         """
         return self._process(batch, is_evaluating=False)
 
     def backward(self, losses: Mapping[str, Tensor]) -> None:
         """Compute the gradients of a micro-batch, in automatic mode; by default those of the loss.
 
-        Override it to make one gradient of several losses, such as projected ones: ``train_step``
-        then returns a dict of losses. No parameter of an optimizer has a gradient when it is
-        called, and what ``.grad`` holds afterwards counts: it is added to what earlier
-        micro-batches of the window have left, averaged, and used in one update. In fp16 all of
-        them are scaled. For each loss call
+        Override it to combine the gradients of several losses, for example by projection:
+        ``train_step`` then returns a dict of losses. When it is called, every ``.grad`` is
+        ``None``; the gradients at its end are added to those of earlier micro-batches of the
+        window, averaged, and used in one update. In fp16 they are scaled. For each loss call
         ``self.engine.backward_loss(loss, retain_graph=True)``.
 
         Args:
-            losses: the losses in what ``train_step`` has returned, by name; one that is not in a
-                dict is ``losses["loss"]``, and of a :class:`WeightedLoss` it is the sum.
+            losses: the losses that ``train_step`` returned, by name: ``losses["loss"]`` if it was
+                not a dict, and of a :class:`WeightedLoss` the sum.
         """
         self.engine.backward_loss(losses["loss"])
 
@@ -430,7 +429,7 @@ class Model(Hooks, ABC):
     def test_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]] | Processed | None:
         """Test one batch, without gradients; returns as :meth:`valid_step` does.
 
-        A model with a ``valid_step`` needs none: it is tested by that.
+        By default, a model with a ``valid_step`` is tested with that.
         """
         return self._process(batch, is_evaluating=True)
 

@@ -1,7 +1,7 @@
 """Batch processors: a step written as one function of model and batch.
 
-A model that sets ``self.batch_processor`` needs no steps of its own. The loops do backward and the
-update; the processor does neither.
+A model that sets ``self.batch_processor`` needs no steps of its own. The loops run backward and the
+update, not the processor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BatchProcessor(ABC):
     """Base of all batch processors.
 
     Args:
-        need_backward: whether training does backward on the loss; if False, the processor or other
+        need_backward: whether training runs backward on the loss; if False, the processor or other
             code updates the model, as in manual mode.
         transforms: a function, or several in order, that map a batch before the forward pass.
             Batch hooks see the batch before, forward hooks after them.

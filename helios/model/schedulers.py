@@ -1,9 +1,8 @@
-"""When schedulers step in automatic mode, and how settings of ``setup`` get into a run under way.
+"""When schedulers step in automatic mode, and how an existing run takes new settings of ``setup``.
 
 A checkpoint holds the settings of optimizers and schedulers, and loading restores them.
-:class:`NewSettings` then gives groups and schedulers back what ``setup`` has made, and lets the
-schedulers step as often as those of the run have: the next step has the settings of a run that has
-had the new ones from its beginning.
+:class:`NewSettings` then restores the settings of ``setup``, and steps the schedulers as often as
+those of the run: the next step has the settings of a run that had the new ones from its beginning.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def find_epoch_like(
     Args:
         schedulers: by attribute path.
         intervals: those that the model sets.
-        num_epochs: length of the run. A period that does not fit into it is one of steps; without
-            an end, nothing can be said.
+        num_epochs: length of the run. A longer period counts steps; without a length, all are
+            unknown.
     """
     periods = {
         path: [number for name in _PERIODS for number in _numbers(vars(scheduler).get(name))]
@@ -110,7 +109,7 @@ class Schedulers:
         self.is_empty = not self._schedulers
         if not isinstance(intervals, Mapping):
             raise ArgumentError(
-                "Model.scheduler_interval must say for each scheduler what it steps with, got "
+                "Model.scheduler_interval must be a dict {scheduler: interval}, got "
                 f"{intervals!r}. Set it to {dict.fromkeys(self._schedulers, 'epoch')!r}."
             )
         self._check_names(intervals)
@@ -127,8 +126,8 @@ class Schedulers:
         if unknown:
             raise ArgumentError(
                 f"Model.scheduler_interval must name schedulers of the model "
-                f"({sorted(self._schedulers)}), got {unknown}. Correct the names: an attribute's "
-                "name, or attribute.member for one in a list or dict."
+                f"({sorted(self._schedulers)}), got {unknown}. Pass names of "
+                "attributes, or attribute.member for a scheduler in a list or dict."
             )
 
     def _check_interval(self, path: str, interval: str) -> None:
@@ -136,14 +135,14 @@ class Schedulers:
         if not is_metric and interval not in ("step", "epoch"):
             raise ArgumentError(
                 f'Model.scheduler_interval[{path!r}] must be "step", "epoch" or '
-                f'"validation:<metric>", got {interval!r}. Correct the interval.'
+                f'"validation:<metric>", got {interval!r}. Pass one of these.'
             )
         scheduler = self._schedulers[path]
         if is_metric and not _takes_metric(scheduler):
             raise ArgumentError(
                 f'Model.scheduler_interval[{path!r}] must be "step" or "epoch" for a '
-                f"{type(scheduler).__name__}, which takes no metric, got {interval!r}. Correct the "
-                "interval."
+                f"{type(scheduler).__name__}, which takes no metric, got {interval!r}. Pass one "
+                "of these."
             )
 
     def _check_plateaus(self) -> None:
@@ -219,8 +218,8 @@ class Schedulers:
                 if metric not in scores:
                     raise UsageError(
                         f"Model.scheduler_interval[{path!r}] follows the metric {metric!r}, but "
-                        f"the validation scores hold {sorted(map(str, scores))}. Put the metric "
-                        "into self.val_scores, or correct its name."
+                        f"the validation scores are {sorted(map(str, scores))}. Log the metric "
+                        "with self.log in valid_step, or name one of these."
                     )
                 self._move(path, float(scores[metric]))
 
@@ -262,7 +261,7 @@ class NewSettings:
         """Take the settings, after a checkpoint was loaded.
 
         Raises:
-            RunMismatchError: if the settings at this step cannot be known, or lack state.
+            RunMismatchError: if the settings at this step are unknown, or lack state.
         """
         counts = {path: _count(part) - self._begun[path] for path, part in self._schedulers.items()}
         for path, optimizer in self._optimizers.items():

@@ -1,4 +1,4 @@
-"""Plugins: objects that users attach to a run, and the ready-made ones."""
+"""Plugins: the base class, and the built-in plugins."""
 
 from helios.hooks.events import asks_nothing
 from helios.plugins.averaging import EMA, SWA

@@ -1,6 +1,6 @@
 """EMA and SWA: averages of the weights, swapped in for evaluations.
 
-They are moved by the functions of ``torch.optim.swa_utils``, and have the names of the networks'
+They are updated by functions of ``torch.optim.swa_utils``, and have the names of the networks'
 tensors. Swapping copies in place, so optimizers, graphs and compiled code keep their parameters.
 """
 
@@ -55,7 +55,7 @@ class WeightAverage(Plugin, ABC):
         swaps_in: the evaluations that use the average.
 
     Attributes:
-        num_updates: number of updates of the average; 0 before there is one.
+        num_updates: number of updates of the average; 0 before the first.
     """
 
     loads_shards = True
@@ -101,11 +101,11 @@ class WeightAverage(Plugin, ABC):
         return list(self._averages)
 
     def is_swapped_in(self, phase: Phase) -> bool:
-        """Whether an evaluation uses the average: it is asked for, and there is one."""
+        """Return whether an evaluation uses the average, if there is one."""
         return phase in self._swaps_in and self.num_updates > 0
 
     def leave_out(self) -> None:
-        """Do not swap the average in before the next ``setup``: the weights were changed since."""
+        """Do not swap the average in until the next ``setup``: the weights have changed."""
         self._is_left_out = True
 
     @abstractmethod
@@ -175,7 +175,7 @@ class WeightAverage(Plugin, ABC):
         if self._own:
             raise UsageError(
                 f"The average of plugin {self.plug_id!r} is still swapped in: an evaluation has "
-                "not emitted its end event. Emit it, also in a loop of your own."
+                "not emitted its end event. Emit it, also in your own loop."
             )
 
     def on_exception(self, exception: BaseException) -> None:
@@ -251,7 +251,7 @@ class WeightAverage(Plugin, ABC):
         if unknown := sorted(set(paths) - networks.keys()):
             raise ArgumentError(
                 f"{type(self).__name__}(network=...) must name networks of the model "
-                f"({sorted(networks)}), got {unknown}. Correct the names."
+                f"({sorted(networks)}), got {unknown}. Pass names of these."
             )
         return {path: networks[path] for path in paths if self._tensors_of(networks[path])}
 
@@ -355,7 +355,7 @@ class EMA(WeightAverage):
     ``w``, to ``decay * a + (1 - decay) * w``.
 
     Args:
-        decay: how much of the average is kept, in (0, 1).
+        decay: the share of the average that is kept, in (0, 1).
         network: which networks; see :class:`WeightAverage`.
         every: update after each optimizer step whose number is a multiple of this.
         warmup: start with smaller decays: after ``t`` updates ``min(decay, (1 + t) / (10 + t))``.
@@ -409,12 +409,12 @@ class SWA(WeightAverage):
     """Stochastic weight averaging: the mean of the weights after some steps.
 
     It averages the weights after optimizer step ``start``, and after every ``every``-th step from
-    there on; skipped updates do not count. BatchNorm's statistics stay the network's own: average
-    them too, or recompute them with ``torch.optim.swa_utils.update_bn``.
+    there on; skipped updates do not count. BatchNorm's statistics are not averaged: average them
+    too, or recompute them with ``torch.optim.swa_utils.update_bn``.
 
     Args:
-        start: number of the first step whose weights count, from 1.
-        every: steps between two that count.
+        start: number of the first step whose weights are averaged, from 1.
+        every: steps between two updates.
         network: which networks; see :class:`WeightAverage`.
         averages_buffers: average floating-point buffers too, instead of using the network's.
         swaps_in: the evaluations that use the average.

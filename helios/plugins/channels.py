@@ -1,4 +1,4 @@
-"""Hook channels: contexts that are entered and left around each part of a run.
+"""Hook channels: contexts that are entered and exited around each scope of a run.
 
 A :class:`HookContext` is entered and left together with one of seven nested scopes; a
 :class:`PipelineHooks` is the plugin that holds contexts, an ordered list for each channel. Scopes
@@ -6,9 +6,9 @@ are the pairs of events that the table of events names: on_loop around the whole
 on_step (an accumulation window), on_batch, on_model_forward, on_model_backward and
 on_optimizer_step.
 
-Every context that was entered is left, once, whatever happens. Contexts of one scope are left in
-the order in which they were entered; nested scopes are left from the inside out. An error in one
-context never keeps the others from being left.
+Every entered context is exited once, also after an error. Contexts of one scope are exited in the
+order in which they were entered, nested scopes from the inside out. An error in one context does
+not keep the others from being exited.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Seen = TypeVar("Seen", bound=Model, default=Model)
 class HookContext(Generic[Seen]):
     """Called at the beginning and the end of a scope; override one or both methods.
 
-    A context that was entered is always left. If ``ctx.exception`` is set then, an exception ended
-    the scope. Attributes that training changes survive a restart; to control what is saved,
-    override :meth:`state_dict` and :meth:`load_state_dict`. ``HookContext[MyModel]`` tells type
-    checkers which model ``ctx.model`` is.
+    An entered context is always exited. If ``ctx.exception`` is set then, an exception ended the
+    scope. Attributes that training changes are saved; to save something else, override
+    :meth:`state_dict` and :meth:`load_state_dict`. ``HookContext[MyModel]`` tells type checkers
+    which model ``ctx.model`` is.
 
     Attributes:
         unsaved: names of attributes that training changes and that need not be saved.
@@ -68,8 +68,8 @@ class HookContext(Generic[Seen]):
             after: called with it when the scope ends.
 
         Raises:
-            ArgumentTypeError: for something that cannot be called, does not take one argument, or
-                is async or a generator.
+            ArgumentTypeError: for something that is not callable, does not take one argument, or is
+                async or a generator.
         """
         for name, part in (("before", before), ("after", after)):
             if part is not None:
@@ -78,10 +78,10 @@ class HookContext(Generic[Seen]):
 
     @contextmanager
     def begin(self, ctx: Context[Seen]) -> Iterator[HookContext[Seen]]:
-        """Enter, run the body of a ``with`` statement, and always leave.
+        """Enter, run the body of a ``with`` statement, and always exit.
 
-        An exception in the body is in ``ctx.exception`` while the context is left, and propagates
-        afterwards; what leaving raises is added to it as a note.
+        An exception in the body is in ``ctx.exception`` during the exit, and propagates afterwards;
+        an error of the exit is added to it as a note.
         """
         self.on_enter(ctx)
         errors: list[BaseException] = []
@@ -102,7 +102,7 @@ class HookContext(Generic[Seen]):
 
 
 def keeps_state(hook: HookContext[Any]) -> bool:
-    """Whether a checkpoint saves state of a context.
+    """Return whether a checkpoint saves state of a context.
 
     Raises:
         ArgumentError: if it overrides only one of the two methods.
@@ -143,7 +143,7 @@ def _check_part(name: str, part: Part) -> None:
         signature.bind(None)
     except TypeError as error:
         raise ArgumentTypeError(
-            f"{name} must take one argument, the context object, but takes {signature}. Correct "
+            f"{name} must take one argument, the context object, but takes {signature}. Fix "
             "its parameters."
         ) from error
 
@@ -278,7 +278,7 @@ def _join_errors(errors: list[BaseException]) -> BaseException:
     """Return the first of some errors, with the others added as notes."""
     first = errors[0]
     for other in errors[1:]:
-        text = f"While hook contexts were left, {other!r} was raised too."
+        text = f"While hook contexts were exited, {other!r} was raised too."
         if other is first:
             continue
         if sys.version_info >= (3, 11):
@@ -315,9 +315,9 @@ class HookHandle:
 class PipelineHooks(Plugin):
     """Contexts by channel, as one plugin.
 
-    Contexts of a channel are entered in the order of their registration and left in the same order.
-    If a scope ends while scopes inside it are open, those end first; after an exception all entered
-    contexts are left, innermost scope first, with ``ctx.exception`` set.
+    Contexts of a channel are entered and exited in the order of their registration. If a scope ends
+    while scopes inside it are open, those end first; after an exception all entered contexts are
+    exited, innermost scope first, with ``ctx.exception`` set.
 
     Args:
         plug_id: unique id of the plugin; the states of its contexts are saved under it.
@@ -367,10 +367,10 @@ class PipelineHooks(Plugin):
     def register(self, channel: str, hook: HookContext[Any]) -> HookHandle:
         """Add a context to a channel; returns a handle whose ``remove`` removes it.
 
-        The same object counts once in a channel, at its first position: to register it again adds
-        nothing, so that handle removes nothing. An open scope does not change: a new context is
-        entered when the scope next begins, and one that was entered is left, even if it was removed
-        in between.
+        The same object counts once in a channel, at its first position: registering it again adds
+        nothing, and that handle removes nothing. An open scope does not change: a new context is
+        entered when the scope next begins, and an entered one is exited, even if it was removed in
+        between.
 
         Raises:
             ArgumentError: for a channel that does not exist, and a context that overrides neither
@@ -407,12 +407,12 @@ class PipelineHooks(Plugin):
         return list(self._find(channel).values())
 
     def unregister_all(self) -> None:
-        """Remove all contexts from all channels; existing handles have no effect any more."""
+        """Remove all contexts from all channels; existing handles no longer have an effect."""
         for channel in self._channels.values():
             channel.clear()
 
     def extend(self, other: PipelineHooks) -> HookHandle:
-        """Add the contexts that another object holds now, channel by channel.
+        """Add the current contexts of another object, channel by channel.
 
         Returns:
             One handle for all of them.
@@ -509,7 +509,7 @@ class PipelineHooks(Plugin):
         self._begin("on_batch", "on_training_batch")
 
     def on_validation_start(self, validation_cycle: int) -> None:
-        """Begin the loop, if the validation is a run of its own."""
+        """Begin the loop, if the validation is not part of a fit."""
         if not self._scopes:
             self._begin("on_loop", "on_validation")
 
@@ -518,17 +518,17 @@ class PipelineHooks(Plugin):
         self._scopes.end("on_validation")
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave everything that was entered; the exception propagates."""
+        """Exit all entered contexts; the exception propagates."""
         if self._scopes:
             self.context._run.exception = exception
             self._scopes.unwind(exception=exception)
 
     def on_fit_end(self) -> None:
-        """Leave what an interruption has left open: its end events are not emitted."""
+        """Exit contexts that an interruption has left open, without their end events."""
         self._scopes.unwind()
 
     def teardown(self) -> None:
-        """Leave what is still open, and prepare for another run."""
+        """Exit open contexts, and prepare for another run."""
         self._scopes.is_run_resumed = False
         self._scopes.unwind()
 

@@ -20,22 +20,22 @@ _LOGGER = logging.getLogger(__name__)
 
 @PLUGIN_REGISTRY.register
 class EarlyStopping(Plugin):
-    """Ends the run regularly when a validation score no longer improves.
+    """Finishes the run when a validation score no longer improves.
 
-    The score is read after each validation of a training, from the model's ``metrics``, after the
-    model's own ``on_validation_end``; that of rank 0 decides in all processes. One that equals the
-    best score counts as no improvement, and so does one that is not finite, with a warning. Sanity
-    checks and ``Trainer.validate`` do not count.
+    The score is read from the model's ``metrics`` after each validation in ``fit``, after the
+    model's own ``on_validation_end``; that of rank 0 decides in all processes. A score that equals
+    the best one is no improvement, nor is one that is not finite, with a warning. Sanity checks and
+    ``Trainer.validate`` do not count.
 
-    If you extend a run that this plugin has ended, its patience starts over, and the best score
-    stays; if the run ended for another reason, the count continues.
+    If you extend a run that this plugin has ended, its patience starts over, and the best score is
+    kept; if the run ended for another reason, the count continues.
 
     Args:
         metric: name of the score.
         mode: ``"min"`` if small scores are good, ``"max"`` if large ones are; required.
         patience: end the run after that many validations in a row without improvement.
-        min_delta: an improvement is a score that is better by more than this than the last
-            improvement. It only counts patience: any better score is the best one.
+        min_delta: how much better than the last improvement a score must be. It only affects
+            patience: any better score is the best one.
         threshold: end the run as soon as the score is at least as good as this; ``None`` for never.
         plug_id: unique id of the plugin.
 
@@ -87,7 +87,7 @@ class EarlyStopping(Plugin):
 
     @property
     def best(self) -> float | None:
-        """The best finite score so far, whatever ``min_delta`` is; ``None`` before there is one."""
+        """The best finite score so far, regardless of ``min_delta``; ``None`` before the first."""
         return self._best
 
     @property
@@ -190,7 +190,7 @@ def read_score(scores: Mapping[str, Any], metric: str, owner: str) -> float:
     Args:
         scores: the scores of the model, by name.
         metric: name of the score.
-        owner: what was given the name, for messages.
+        owner: the argument that names it, for messages.
 
     Raises:
         UsageError: if the score is missing.

@@ -1,10 +1,10 @@
 """``Metrics``: accumulate metrics over batches, and log their values.
 
-Any object with update, compute, reset and a state is a metric, as those of torchmetrics are. Its
+Any object with update, compute, reset and a state is a metric, such as those of torchmetrics. Its
 state is in the checkpoint, so a run that resumes inside an epoch gives the same value.
 
-With several replicas, what has ``merge_state`` is measured in each replica, and merged in their
-order. What cannot be merged is one object, which gets the batches of all replicas in their order.
+With several replicas, a metric with ``merge_state`` has a copy per replica, merged in their order.
+Any other metric is one object, which gets the batches of all replicas in their order.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Metrics(Plugin):
 
     They are logged as ``train/<name>``, ``valid/<name>`` or ``test/<name>``. Values of validations
     and tests are also in ``model.metrics`` and ``model.test_scores``, as ``<name>``, before the
-    model's end event. A value that is a dict or a vector is split into ``<name>/<key>`` or
-    ``<name>/<index>``; one of another shape is only in the table.
+    model's end event. A dict or a vector is split into ``<name>/<key>`` or ``<name>/<index>``;
+    values of other shapes are only in the table.
 
     Args:
         metrics: the metrics by name; the plugin resets, updates and saves them. A module dict, such
             as torchmetrics' ``MetricCollection``, is split into its members. With several replicas
-            each has copies of those with ``merge_state``; any other one gets the batches of all
-            replicas, in their order.
+            each has copies of those with ``merge_state``; others get the batches of all replicas,
+            in their order.
         inputs: takes the context, at the end of each forward, and returns the tuple of arguments
             for ``update``. If a batch has several forwards, the last one counts.
         phase: the phase to measure: training, validation or testing.
@@ -77,7 +77,7 @@ class Metrics(Plugin):
         plug_id: unique id of the plugin; ``"metrics-<phase>"`` by default.
 
     Raises:
-        ArgumentError: for a value of ``every`` that does not fit.
+        ArgumentError: for an invalid value of ``every``.
         ArgumentTypeError: for something that is not a metric.
     """
 
@@ -109,18 +109,18 @@ class Metrics(Plugin):
         self.setup()
 
     def setup(self) -> None:
-        """Forget an earlier run."""
+        """Discard the state of an earlier run."""
         self._whole = _MetricSet({}, self.device)
         self._parts: PerReplica[_MetricSet] | None = None
         self._arguments: dict[int, list[Any]] = {}
         self._waiting: list[tuple[tuple[int, ...], list[Any]]] = []
 
     def on_fit_start(self) -> None:
-        """Find out before training which metrics several replicas can measure."""
+        """Find the metrics that can be merged over replicas, before training."""
         self._get_ready()
 
     def on_forward_end(self, context: Context) -> None:
-        """Keep what the metrics need of a replica."""
+        """Keep the inputs of the metrics for a replica."""
         if context.phase is self._phase:
             with torch.no_grad():
                 arguments = self._find_arguments()
@@ -148,7 +148,7 @@ class Metrics(Plugin):
         self._end_batch(Phase.VALIDATION, dataloader_idx, step)
 
     def on_validation_end(self, validation_cycle: int) -> None:
-        """Put the values into ``model.metrics``; training logs what is there."""
+        """Put the values into ``model.metrics``, from where training logs them."""
         if self._phase is Phase.VALIDATION:
             self.context.model.metrics.update(self._compute())
 
@@ -263,7 +263,7 @@ class Metrics(Plugin):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the data; with other metrics than before, all of them start anew."""
+        """Restore the data; with other metrics than before, all of them start empty."""
         parts = self._get_ready()
         if self._metrics.keys() == {*state_dict["names"]}:
             self._whole.load_state_dict(state_dict)

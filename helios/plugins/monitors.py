@@ -1,4 +1,4 @@
-"""``LearningRateMonitor`` and ``GradientNormMonitor``: what an update used, logged with the losses.
+"""``LearningRateMonitor`` and ``GradientNormMonitor``: log rates and norms of each update.
 
 A scheduler steps right after the optimizer, so at the end of a batch the optimizer already holds
 the rate of the next update: the rate is read before the step. A norm is computed at every update,
@@ -26,9 +26,9 @@ class LearningRateMonitor(Plugin):
 
     The scalars are named ``lr``; ``lr/<optimizer>`` if the model has several optimizers; and
     ``lr/<optimizer>/<group>`` for each group of an optimizer with several, by its ``"name"`` if
-    all of them have one, otherwise by number. The values are those that the last step of the
-    batch has used; if a batch makes no step (inside a window, or in manual mode), those that the
-    optimizer holds.
+    all of them have one, otherwise by number. The values are those that the last step of the batch
+    used; if a batch makes no step (inside a window, or in manual mode), the current ones of the
+    optimizer.
 
     Args:
         momentum: also log the momentum (``momentum`` or the first of ``betas``), under names that
@@ -48,7 +48,7 @@ class LearningRateMonitor(Plugin):
         self._used: dict[str, float | Tensor] = {}
 
     def setup(self) -> None:
-        """Forget an earlier run."""
+        """Discard the values of an earlier run."""
         self._used = {}
 
     @asks_nothing

@@ -1,7 +1,7 @@
 """``NaNGuard``: keep losses and gradients that are not finite from reaching the weights.
 
-At each update, one number is read that says whether all losses and gradients are finite; the causes
-are searched for only if they are not.
+Each update reads one number that says whether all losses and gradients are finite; only if they are
+not, the causes are searched for.
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ class NaNGuard(Plugin):
     """Checks that losses and gradients are finite before they reach the weights.
 
     The message names the epoch, the iteration, the batches, the indices of their first five samples
-    and the parameters. Losses are those on which Helios does backward; gradients are those of the
+    and the parameters. Losses are those on which Helios runs backward; gradients are those of the
     whole window, averaged and not yet clipped.
 
     A skipped update is discarded with its gradients: schedulers and, in ITERATION unit,
-    ``current_iteration`` do not advance, and what was due at that count is not repeated. The
-    buffers of all networks are restored to their values at the start of the window, because a
-    running average of BatchNorm would keep the NaN; ``"skip"`` and ``"stop"`` keep a copy for this.
+    ``current_iteration`` do not advance, and logs, validations and saves at that count are not
+    repeated. The buffers of all networks are restored to their values at the start of the window,
+    because a running average of BatchNorm would keep the NaN; ``"skip"`` and ``"stop"`` keep a copy
+    for this.
 
     With several replicas, one of them is enough: all processes skip the update, with the same
     message. As long as everything is finite, this costs no communication.
 
     Args:
         action: ``"raise"`` an error; ``"skip"`` the update, with a warning, and continue;
-            ``"stop"``: skip it and end the run regularly.
+            ``"stop"``: skip it and finish the run.
         checks: ``"loss"``, ``"gradients"`` or ``"both"``.
         limit: maximum number of skipped windows in a row with ``"skip"``; one more is an error.
         plug_id: unique id of the plugin.
@@ -154,12 +155,12 @@ class NaNGuard(Plugin):
         return window, [".".join(names.get(part, ("of shape", f"{part.shape}"))) for part in bad]
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Handle what any replica has found, in the same way on all processes.
+        """Handle the findings of all replicas, in the same way on all processes.
 
-        All processes skip an update or none does, so no communication is needed if it was made.
+        All processes skip an update or none does, so no communication is needed without a skip.
 
         Raises:
-            UsageError: if something is not finite and ``action`` says so.
+            UsageError: if something is not finite, with ``action="raise"`` or beyond the limit.
         """
         context = self.context
         if context.is_optimizer_step_committed:
@@ -172,12 +173,12 @@ class NaNGuard(Plugin):
         if self._action == "raise":
             raise UsageError(
                 f"{text} The weights are unchanged. The same command would fail here again: "
-                'correct the data or the model, or pass NaNGuard(action="skip").'
+                'fix the data or the model, or pass NaNGuard(action="skip").'
             )
         if self._action == "skip" and self._num_in_a_row == self._limit:
             raise UsageError(
                 f"{text} The {self._limit} updates before it were skipped too, and NaNGuard(limit="
-                f"{self._limit}) allows no more: the training does not recover. Go back to an "
+                f"{self._limit}) allows no more: training does not recover. Go back to an "
                 "earlier checkpoint, or lower the learning rate."
             )
         if self._action == "stop":
@@ -185,13 +186,14 @@ class NaNGuard(Plugin):
         self._has_skipped = True
         self.num_skipped += 1
         self._buffers.put(self._before)
-        _LOGGER.warning("%s The update is skipped, as number %d.", text, self.num_skipped)
+        _LOGGER.warning("%s The update is skipped (number %d).", text, self.num_skipped)
 
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
         """Close the window.
 
         Raises:
-            UsageError: if the model makes its updates itself: they cannot be checked before.
+            UsageError: if the model makes its updates itself, so that they cannot be checked
+                before.
         """
         if self.context._run.is_manual:
             raise UsageError(

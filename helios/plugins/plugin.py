@@ -37,11 +37,10 @@ def create_plugin(type_name: str, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass
 class UniquePluginOverrides:
-    """What only one plugin may override.
+    """Methods that only one plugin may override.
 
-    Overriding ``process_training_batch`` or its counterparts is what counts; a flag that is set
-    must agree with it. ``should_training_stop`` is accepted and has no effect: any plugin may stop
-    a training.
+    Overriding ``process_training_batch`` or its counterparts decides; a flag must agree with it.
+    ``should_training_stop`` is accepted and has no effect: any plugin may stop a run.
     """
 
     training_batch: bool = False
@@ -61,10 +60,10 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
         monitor: receive the end events after the model.
         unsaved: names of attributes that training changes and that need not be saved.
         loads_shards: whether ``load_state_dict`` takes tensors of sharded models that are not read
-            yet, and cuts them with ``cut_like``; otherwise it gets whole tensors.
+            yet, and cuts them with ``cut_like``; otherwise it gets full tensors.
         is_distributed: whether several processes train.
         map_loc: location that weights of a checkpoint are mapped to.
-        device: device of the training.
+        device: device of the run.
         global_rank: rank of this process among all, from 0.
         trainer: the trainer of the last call; ``None`` before the first one.
         context: the run as the plugin sees it: the model, the counters, the current batch. A
@@ -74,7 +73,7 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
         plug_id: unique id of the plugin in a trainer; its state is saved under it.
 
     Raises:
-        ArgumentTypeError: for an id that is no string.
+        ArgumentTypeError: for an id that is not a string.
     """
 
     _internals: ClassVar[str] = (
@@ -124,7 +123,7 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
 
     @property
     def unique_overrides(self) -> UniquePluginOverrides:
-        """What only one plugin may override, and whether this one does."""
+        """The methods that only one plugin may override, and whether this one does."""
         return self._unique_overrides
 
     def configure_trainer(self, trainer: Trainer) -> None:
@@ -190,8 +189,8 @@ class PluginStates:
 
     Args:
         plugins: by id.
-        carries: whether the state of a removed plugin is saved again, unread; outside of training
-            this is not needed.
+        carries: whether the state of a removed plugin is saved again, unread; only needed in
+            training.
     """
 
     def __init__(self, plugins: Mapping[str, Plugin], *, carries: bool) -> None:

@@ -1,7 +1,7 @@
 """``Profiler``: run ``torch.profiler`` for some iterations.
 
-It changes no bit of the training and holds no state: a resumed run restarts its schedule. With
-several processes, rank 0 is recorded.
+It does not affect the results and holds no state: a resumed run restarts its schedule. With several
+processes, rank 0 is recorded.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Profiler(Plugin):
             self._profile = recording
 
     def on_training_end(self) -> None:
-        """End the recording before anything that follows training."""
+        """End the recording right after training."""
         self.teardown()
 
     def teardown(self) -> None:

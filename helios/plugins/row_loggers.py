@@ -1,7 +1,7 @@
-"""Loggers that write what is logged into a text file: CSV, or one JSON object per line.
+"""Loggers that write logged numbers to a text file: CSV, or one JSON object per line.
 
 Both receive ``on_log``, so they log what TensorBoard does. A resumed run truncates the file to the
-state of its checkpoint: the file is, byte for byte, that of an uninterrupted run. With several
+state of its checkpoint, so the file is byte for byte that of an uninterrupted run. With several
 processes, rank 0 writes.
 """
 
@@ -30,8 +30,8 @@ _COLUMNS = ("epoch", "iteration", "name", "value")
 class RowLogger(Plugin):
     """Base of the loggers that write rows.
 
-    The file is open from ``on_fit_start`` to ``teardown``. Numbers that validate, test and predict
-    log outside of a training are not written.
+    The file is open from ``on_fit_start`` to ``teardown``. Numbers that ``validate``, ``test`` and
+    ``predict`` log are not written.
 
     Args:
         path: the file.
@@ -61,7 +61,7 @@ class RowLogger(Plugin):
         """Return the rows, with their line ends, for some numbers of an iteration."""
 
     def setup(self) -> None:
-        """Forget an earlier run; the file is not changed yet."""
+        """Discard the state of an earlier run; the file does not change yet."""
         self._mark = None
         self._early = []
         self._is_writing = get_global_rank() == 0
@@ -113,9 +113,9 @@ class RowLogger(Plugin):
 class CSVLogger(RowLogger):
     """Write every logged number as one row of a CSV file.
 
-    The columns are ``epoch`` (from 1), ``iteration``, ``name`` and ``value``. A new name is a new
-    value in a column, so it never changes rows that are already written. Values are Python's
-    ``repr`` of a float, which reads back exactly, also ``nan`` and ``inf``.
+    The columns are ``epoch`` (from 1), ``iteration``, ``name`` and ``value``, so new names do not
+    change existing rows. Values are Python's ``repr`` of a float, which reads back exactly, also
+    ``nan`` and ``inf``.
 
     Args:
         path: the file. A relative path is resolved against the current working directory.
@@ -143,12 +143,12 @@ def _quote(name: str) -> str:
 
 @PLUGIN_REGISTRY.register
 class JSONLLogger(RowLogger):
-    """Write what is logged at a time as one JSON object per line.
+    """Write the numbers of each log call as one JSON object per line.
 
     The keys are ``epoch`` (from 1), ``iteration`` and the names. JSON has no ``nan`` and no
     infinity: they are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float``
-    reads; every other value is a number that reads back exactly. A logged number that is named as
-    one of the two keys is omitted.
+    reads; every other value is a number that reads back exactly. Numbers with the name of one of
+    the two keys are omitted.
 
     Args:
         path: the file. A relative path is resolved against the current working directory.

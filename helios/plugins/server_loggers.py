@@ -1,9 +1,9 @@
-"""``WandbLogger`` and ``MlflowLogger``: what is logged, on a server.
+"""``WandbLogger`` and ``MlflowLogger``: send logged numbers to a server.
 
 A line of ``run.jsonl`` names the run on the server, from the first start on. A resumed run repeats
-the points after its checkpoint, with the same values: a start asks what the server has, and leaves
-that out. What the server may not have yet is in the checkpoint. With several processes, rank 0
-sends.
+the points after its checkpoint, with the same values: a start asks the server for its points, and
+skips those. Points that the server may not have yet are in the checkpoint. With several processes,
+rank 0 sends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EVENT = "logger"
 _FINISHED, _FAILED, _KILLED = "FINISHED", "FAILED", "KILLED"
 
 Row = dict[str, Any]
-"""What was logged at an iteration: numbers by name, with ``iteration`` and ``epoch``."""
+"""The logged numbers of an iteration by name, with ``iteration`` and ``epoch``."""
 
 
 class ServerLogger(Plugin):
@@ -49,7 +49,7 @@ class ServerLogger(Plugin):
         self.setup()
 
     def setup(self) -> None:
-        """Forget an earlier run."""
+        """Discard the state of an earlier run."""
         self._folder: Path | None = None
         self._run_name = self._outcome = ""
         # Time and iteration.
@@ -114,7 +114,7 @@ class ServerLogger(Plugin):
         """Send all rows but the last, which may grow; with an outcome all, and end the run."""
 
     def _branches_off(self, last: int) -> bool:
-        """Whether this start logs again what the server has, because it may compute other points.
+        """Return whether this start logs points again, because they may differ from the server's.
 
         Args:
             last: the last iteration that the server has.
@@ -155,15 +155,15 @@ class ServerLogger(Plugin):
         self._rows[-1][1].update(scalars)
 
     def on_training_end(self) -> None:
-        """Note that the run is finished."""
+        """Record that the run is finished."""
         self._outcome = _FINISHED
 
     def on_exception(self, exception: BaseException) -> None:
-        """Note that the run has failed, unless the user ended it."""
+        """Record that the run has failed, unless the user ended it."""
         self._outcome = _KILLED if isinstance(exception, KeyboardInterrupt) else _FAILED
 
     def teardown(self) -> None:
-        """Send what is left, and end the run on the server."""
+        """Send the remaining points, and end the run on the server."""
         is_training = bool(self._rows) and self.context.phase is Phase.TRAINING
         if is_training and not self._is_open and not self._outcome:
             # Nothing is left to train, but the last start may not have reached the server.
@@ -176,11 +176,11 @@ class ServerLogger(Plugin):
         self.setup()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was logged and the server may not have."""
+        """Return the points that the server may not have."""
         return {"rows": [[when, dict(row)] for when, row in [*self._rows]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what was logged and the server may not have."""
+        """Restore the points that the server may not have."""
         self._rows = [(when, row) for when, row in state_dict["rows"]]
 
 
@@ -196,8 +196,8 @@ _FIRST_OR_WHOLE, _LAST_OR_WHOLE = (1, 2), (1, 4)
 class WandbLogger(ServerLogger):
     """Log to Weights & Biases what TensorBoard gets; exact over kills.
 
-    Each iteration with numbers is a line of the run's history. The library sends in a process of
-    its own. See ``docs/logging.md``.
+    Each iteration with numbers is a line of the run's history. The library sends in its own
+    process. See ``docs/logging.md``.
 
     Args:
         project: name of the project.
@@ -217,7 +217,7 @@ class WandbLogger(ServerLogger):
         self._options = options | {"project": project}
 
     def setup(self) -> None:
-        """Forget an earlier run."""
+        """Discard the state of an earlier run."""
         super().setup()
         self._run: Any = None
         self._last = -1
@@ -266,7 +266,7 @@ class WandbLogger(ServerLogger):
             self._run.finish(exit_code=_EXIT_CODES[outcome])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was logged and the library's file may not have."""
+        """Return the points that the library's file may not have."""
         oldest = time.time_ns() - _UNSAFE_NANOSECONDS
         self._recent = [pair for pair in self._recent if pair[0] > oldest]
         return {"rows": [*map(list, self._recent), *super().state_dict()["rows"]]}
@@ -298,12 +298,12 @@ _MAX_ROWS, _PATIENCE = 20, 10.0
 class MlflowLogger(ServerLogger):
     """Log to MLflow what TensorBoard gets; exact over kills.
 
-    The step of a point is ``global_iteration``. A thread sends what has gathered, so no step waits
-    for the server. See ``docs/logging.md``.
+    The step of a point is ``global_iteration``. A thread sends the points, so no step waits for the
+    server. See ``docs/logging.md``.
 
     Args:
         experiment: name of the experiment; created if missing.
-        tracking_uri: address of the server; by default what ``MLFLOW_TRACKING_URI`` says.
+        tracking_uri: address of the server; by default that in ``MLFLOW_TRACKING_URI``.
         run_name: name of the run; by default ``save_name`` of the model.
         plug_id: unique id of the plugin; required if there are two loggers of this kind.
     """
@@ -325,7 +325,7 @@ class MlflowLogger(ServerLogger):
         self._experiment, self._uri, self._name = experiment, tracking_uri, run_name
 
     def setup(self) -> None:
-        """Forget an earlier run."""
+        """Discard the state of an earlier run."""
         super().setup()
         self._client: Any = None
         self._id = self._end = ""

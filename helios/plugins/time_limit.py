@@ -1,4 +1,4 @@
-"""``TimeLimit``: interrupt a run in time, before its job ends.
+"""``TimeLimit``: interrupt a run before its job ends.
 
 It takes effect at a safe point, so the run can resume with the same bits.
 """
@@ -55,15 +55,15 @@ def parse_duration(name: str, value: object) -> float:
 
 @PLUGIN_REGISTRY.register
 class TimeLimit(Plugin):
-    """Interrupt a run when the time of this start is over, at the next safe point.
+    """Interrupt a run at the next safe point once this start has run for a given time.
 
     A checkpoint is written, ``fit`` raises ``helios.Interrupted``, and the same command resumes.
-    The clock starts with the setup, and is checked after every step and every validation; every
-    start makes at least one step.
+    The clock starts with ``setup``, and is checked after every step and validation; every start
+    takes at least one step.
 
     Args:
-        limit: seconds, ``"HH:MM:SS"``, ``"D-HH:MM:SS"`` or a ``timedelta``; less than the job has,
-            so that there is time to write the checkpoint.
+        limit: seconds, ``"HH:MM:SS"``, ``"D-HH:MM:SS"`` or a ``timedelta``; shorter than that of
+            the job, so that there is time to write the checkpoint.
         clock: returns the time in seconds.
         plug_id: unique id of the plugin.
 

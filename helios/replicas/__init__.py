@@ -1,4 +1,4 @@
 """Replicas of a run: which process trains which, and how their gradients and losses are summed.
 
-Every sum is made in a fixed order that the number of replicas sets, not the number of processes.
+The order of every sum depends on the number of replicas, not on the number of processes.
 """

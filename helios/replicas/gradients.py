@@ -57,13 +57,13 @@ class Gradients:
         self._earlier: dict[Tensor, Tensor] = {}
 
     def set_aside(self, parameters: Iterable[Tensor]) -> None:
-        """Set aside what earlier micro-batches have left, so that ``.grad`` is that of one."""
+        """Set aside the gradients of earlier micro-batches, so that ``.grad`` is that of one."""
         self._earlier = {each: each.grad for each in parameters if each.grad is not None}
         for parameter in self._earlier:
             parameter.grad = None
 
     def add_back(self, parameters: Iterable[Tensor]) -> None:
-        """Add what was set aside to the gradients that parameters have now."""
+        """Add the gradients that were set aside to the current ones."""
         for parameter in parameters:
             earlier = self._earlier.pop(parameter, None)
             if earlier is not None:
@@ -118,7 +118,7 @@ class Gradients:
         """Add over all replicas. ``.grad`` then holds the sum, the same on all processes."""
 
     def drop_unused(self) -> None:
-        """Drop what was collected and not used, at the end of a window."""
+        """Drop unused gradients, at the end of a window."""
 
 
 @final
@@ -289,7 +289,7 @@ class GradientSum:
             yield
 
     def _agree_on_hooks(self) -> bool:
-        """Whether no parameter has other hooks; agreed once for each set of parameters."""
+        """Return whether no parameter has other hooks; agreed once for each set of parameters."""
         trained = self._flat.trained()
         known = tuple(number for number, _ in trained)
         if known not in self._may_send:
@@ -401,7 +401,7 @@ class GradientBuckets:
             self._add(bucket.group, bucket.part)
 
     def finish(self) -> FlatBuffer:
-        """Take what this backward has not reached, send the rest and return the leaf."""
+        """Take parameters that this backward has not reached, send the rest and return the leaf."""
         missing = set()
         for number, parameter in self._flat.trained():
             if number in self._moved:

@@ -84,7 +84,7 @@ class ReplicaRunner:
             error: what the hook raised.
 
         Returns:
-            What ties the run to its number of processes from now on, or an empty string.
+            Why the run is now bound to its number of processes, or an empty string.
 
         Raises:
             UsageError: if other processes would wait for this one.
@@ -362,7 +362,7 @@ class SharedReplicaRunner(ReplicaRunner):
         self._exchange.drop_window()
 
     def check_stop(self, error: StopIteration) -> str:
-        """Refuse it with several processes, because the others do not know of it."""
+        """Refuse it with several processes, because the others would not stop."""
         if self._replicas.has_single_process:
             return "a hook ends epochs by StopIteration"
         raise UsageError(

@@ -1,1 +1,1 @@
-"""What is made of the files of runs: pages and comparisons. Nothing in here trains."""
+"""Pages and comparisons from the files of runs. Nothing in here trains."""

@@ -1,4 +1,4 @@
-"""The curves of runs: read, and drawn as SVG for a page or over each other, with matplotlib."""
+"""Reads the curves of runs, and draws them with matplotlib: as SVG, or over each other."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RunCurves:
 
     Attributes:
         losses, scores, rates: ``rates`` are those that steps have used.
-        status: what the verification of the ledger has found; ``None`` without one.
+        status: the result of verifying the ledger; ``None`` without one.
         at: the epoch, iteration and step of the last line.
     """
 
@@ -182,11 +182,11 @@ def _scale(axes: Any, lines: Sequence[Any]) -> None:
 
 
 def draw_over(curves: Mapping[str, Mapping[str, Curve]], target: Path) -> None:
-    """Write a picture of the curves of several runs over each other.
+    """Plot the curves of several runs over each other.
 
     Args:
         curves: by title, and by run.
-        target: its suffix says the format.
+        target: the file; its suffix sets the format.
 
     Raises:
         ArgumentError: for an unknown format.
@@ -218,7 +218,7 @@ def draw_over(curves: Mapping[str, Mapping[str, Curve]], target: Path) -> None:
 def draw_trials(
     scores: Mapping[str, Mapping[int, float]], best: Mapping[int, float], target: Path
 ) -> None:
-    """Write a picture of the scores of a sweep.
+    """Plot the scores of a sweep.
 
     Args:
         scores: of finished and of pruned trials, by these words and by number.

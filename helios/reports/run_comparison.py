@@ -1,4 +1,4 @@
-"""Compares runs: what differs between them with their scores, the best first."""
+"""Compares runs: their differences and their scores, the best first."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class ComparedRun:
 
 @dataclass
 class ScoreGroup:
-    """Runs that differ in nothing but their seeds.
+    """Runs that differ only in their seeds.
 
     Attributes:
-        settings: what they share, and others do not.
+        settings: the settings that set them apart from other groups.
         runs: their names.
         means, deviations: of each score: mean and standard deviation.
     """
@@ -54,12 +54,12 @@ class RunComparison:
     """Several runs.
 
     Attributes:
-        by: what decides which validation is the best; ``None`` if the runs do not agree on it.
+        by: the rule for the best validation; ``None`` if the runs have different ones.
         shown: which scores these are.
         settings: names of what differs.
         scores: names of the scores.
         rows: the runs, the best first.
-        groups: the runs with different seeds and nothing else, the best mean first.
+        groups: runs that differ only in their seeds, the best mean first.
     """
 
     by: str | None
@@ -71,7 +71,7 @@ class RunComparison:
 
 
 def read_runs(places: Sequence[str | Path]) -> dict[str, RunFacts]:
-    """Return what is known of runs, by their names: those of folders, or paths where these repeat.
+    """Return the records of runs by name: that of the folder, or the path if names repeat.
 
     Raises:
         LedgerError: if a run has no files, or if one cannot be read.
@@ -82,7 +82,7 @@ def read_runs(places: Sequence[str | Path]) -> dict[str, RunFacts]:
 
 
 def compare_runs(runs: Mapping[str, RunFacts]) -> RunComparison:
-    """Compare runs by what they ran with, and by their scores."""
+    """Compare runs by their settings and their scores."""
     differences = find_differences(list(runs.values()))
     settings = {name: [*map(_shorten, values)] for name, values in differences.items()}
     bests = [run.best for run in runs.values()]
@@ -150,10 +150,10 @@ def _group(rows: Sequence[ComparedRun], rule: BestRule | None) -> list[ScoreGrou
 
 
 def plot_runs(runs: Mapping[str, RunFacts], target: Path) -> None:
-    """Write a picture of the curves of runs over each other.
+    """Plot the curves of runs over each other.
 
     Raises:
-        ArgumentError: for a suffix that names no format.
+        ArgumentError: for a suffix of no known format.
         LedgerError: if a ledger cannot be read.
     """
     # Only this needs matplotlib.

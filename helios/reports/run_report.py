@@ -1,4 +1,4 @@
-"""The page about a run: what happened, its curves, and what it ran with."""
+"""The page about a run: its events, its curves and its settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TEMPLATE = Path(__file__).with_name("run_report.html")
 
 
 def report_run(run: RunFacts) -> tuple[dict[str, Any], str]:
-    """Return what there is to say of a run, as plain values and as an HTML page.
+    """Return the report of a run, as plain values and as an HTML page.
 
     Raises:
         LedgerError: if its ledger cannot be read.

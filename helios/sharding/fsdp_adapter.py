@@ -1,7 +1,7 @@
-"""How PyTorch's FSDP2 is used: when it gathers, what adds gradients, and what is watched.
+"""Uses PyTorch's FSDP2: when it gathers, what adds gradients, and what is watched.
 
-``tests/sharding/test_fsdp_adapter.py`` checks what FSDP does without promising it, so that a
-PyTorch that has changed it is named there.
+``tests/sharding/test_fsdp_adapter.py`` checks undocumented behavior of FSDP, so that a PyTorch that
+has changed it fails there.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def require_fsdp() -> None:
     """Check that this PyTorch has what sharding needs.
 
     Raises:
-        UsageError: if it has not.
+        UsageError: if it does not.
     """
     missing = sorted({*_NEEDED}.difference(dir(FSDPModule)))
     if missing:
         raise UsageError(
             f'Trainer(sharding="full") needs a PyTorch whose FSDPModule has {", ".join(missing)}; '
-            f'{torch.__version__} has not. Install a newer one, or use sharding="none".'
+            f'{torch.__version__} does not. Install a newer one, or use sharding="none".'
         )
 
 
@@ -122,7 +122,7 @@ class ShardedUnit:
         return [getattr(module, name) for module, name in self._places]
 
     def use(self, reduction: Reduction) -> None:
-        """Add gradients by a reduction of ours: no factors, and all parameters in every call."""
+        """Add gradients with our own reduction: no factors, and all parameters in every call."""
         module = self.module
         module.set_custom_reduce_scatter(_ReduceScatter(reduction))  # type: ignore[arg-type]
         module.set_force_sum_reduction_for_comms(True)
@@ -146,8 +146,8 @@ class ShardedUnit:
     def watch_gradients(self, notices: dict[int, Notice]) -> None:
         """Call a function when a parameter has got its gradient in a backward.
 
-        Whole parameters exist from the first forward on. To gather them here, twice a unit would
-        have to fit into memory: once as it is received, and once cut into parameters.
+        Full parameters exist from the first forward on. Gathering them here would need memory for
+        two copies of a unit: one as received, and one split into parameters.
 
         Args:
             notices: the functions, by the identity of the sharded parameter; emptied then.

@@ -1,4 +1,4 @@
-"""Shards the networks of a model over the processes, after ``setup`` has built them whole."""
+"""Shards the networks of a model over the processes, after ``setup`` has built them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def shard_networks(
     replicas: Replicas,
     prepare: Callable[[Sequence[nn.Module]], None] | None,
 ) -> ShardedGradients:
-    """Shard all networks, and let the optimizers have the sharded parameters.
+    """Shard all networks, and give the optimizers the sharded parameters.
 
-    Unit by unit, so that what is whole is freed before the next unit is prepared.
+    Unit by unit, so that full parameters are freed before the next unit is prepared.
 
     Args:
         networks: the networks by path.

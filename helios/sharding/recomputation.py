@@ -1,8 +1,8 @@
 """Computes the activations of modules again in backward, instead of keeping them.
 
-PyTorch's checkpoint calls a forward a second time. Here, that call starts from what the first one
-has started from, all generators, buffers and attributes, and leaves no trace: a BatchNorm counts a
-batch once. Parameters that have changed since then are an error; PyTorch refuses changed inputs.
+PyTorch's checkpoint calls a forward a second time. Here, that call starts from the same generators,
+buffers and attributes as the first one, and does not change them: a BatchNorm counts a batch once.
+Parameters that have changed since then are an error; PyTorch refuses changed inputs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Repeats a step without a trace, where a process has no replica and others have one.
+"""Repeats a step without lasting effects, if a process has no replica and others have one.
 
-Sharding needs all processes in each step; the others do not look at the gradients of such a one.
+Sharding needs all processes in each step; the gradients of such a repetition are ignored.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def _find_global(model: Model) -> list[Generator]:
 
 @contextmanager
 def without_trace(parts: RunParts) -> Iterator[None]:
-    """Run a step in a block that leaves no trace.
+    """Run a step in a block without lasting effects.
 
-    Generators, buffers, what model and plugins hold, losses and requests are as before afterwards,
-    and no scalars are logged meanwhile. Only sharded parameters and their gradients are left alone,
-    for others need what the step adds to them.
+    Generators, buffers, the state of model and plugins, losses and requests are restored
+    afterwards, and no scalars are logged meanwhile. Only sharded parameters and their gradients are
+    not restored, because other processes need what the step adds to them.
     """
     run, runner = parts.run, parts.runner
     replica, batch = runner.replica, run.batch

@@ -1,4 +1,4 @@
-"""What can be sharded, with the same bits for any number of processes.
+"""Checks what can be sharded with the same bits for any number of processes.
 
 All of this is checked in a single process, too: a run may continue on several. Updates must not
 draw random numbers, which each process would draw for its shards only.
@@ -132,7 +132,7 @@ def check_checkpointable(networks: Mapping[str, nn.Module], units: Mapping[str, 
         units: the units by name.
 
     Raises:
-        UsageError: for the first one that cannot.
+        UsageError: for the first one that cannot be.
     """
     ids = {id(unit) for unit in units.values()}
     for path, network in networks.items():
@@ -177,7 +177,7 @@ def _check_optimizer(path: str, optimizer: Optimizer) -> None:
 
 @final
 class StepDraws:
-    """Looks for random numbers in the updates of a run."""
+    """Detects random numbers in the updates of a run."""
 
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -187,7 +187,7 @@ class StepDraws:
         """Refuse random numbers in a step of an optimizer, in a ``with`` statement.
 
         In the first step of a start, and in those whose number is a power of two, each operation is
-        looked at. In all, the default generators are compared.
+        checked. In all steps, the default generators are compared.
 
         Args:
             optimizer: the optimizer.

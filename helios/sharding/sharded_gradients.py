@@ -440,7 +440,7 @@ class NodeSums:
 
 @final
 class UnitCalls:
-    """What this process has called since the last comparison.
+    """The calls of this process since the last comparison.
 
     The first calls are compared one by one, before anything is gathered or summed; later ones
     together, when backward begins, and at the end of a step or of a pass without gradients, so

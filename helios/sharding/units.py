@@ -1,4 +1,4 @@
-"""Which modules are units: their parameters are gathered together, and freed after their use."""
+"""Finds the units: modules whose parameters are gathered together, and freed after their use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from helios.errors import ArgumentTypeError, UsageError
 
 LEAST_ELEMENTS = 1 << 20
-"""Parameters of a module that is a unit without being named."""
+"""The number of parameters from which a module is a unit by default."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Unit:
 
     Args:
         module: a module of the model's networks.
-        checkpoint: whether to compute its activations again in backward, instead of keeping them
-            (activation checkpointing). Saves memory, costs a second forward, changes no bit, and
-            works with ``Trainer(sharding="none")``, too.
+        checkpoint: whether to recompute its activations in backward, instead of keeping them
+            (activation checkpointing). Saves memory, costs a second forward, does not affect the
+            results, and works with ``Trainer(sharding="none")``, too.
 
     Raises:
         ArgumentTypeError: if an argument is of another type.
@@ -58,7 +58,7 @@ def find_units(
         named: other units, as ``Model.shard`` has returned them; ``None`` for the large modules.
 
     Raises:
-        ArgumentTypeError: if ``named`` holds something else than modules of the networks.
+        ArgumentTypeError: if ``named`` holds anything but modules of the networks.
         UsageError: if a tied parameter would be in two units, if a unit has several types, or if a
             parameter is in no module with a forward.
     """
@@ -87,7 +87,7 @@ def find_in_networks(
         modules: the modules, of units that ``Model.shard`` has returned.
 
     Raises:
-        ArgumentTypeError: if one of them is no module of the networks with a forward.
+        ArgumentTypeError: if one of them is not a module of the networks with a forward.
     """
     names = _name_modules(networks.items())
     keys = _require_named(modules, names)

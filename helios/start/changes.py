@@ -1,4 +1,4 @@
-"""What defines a run, what ends it, and what differs between this start and its checkpoint.
+"""Compares this start with its checkpoint: what defines the run, and what ends it.
 
 ``Trainer(params=...)`` declares; another value stops a start. Found is what both have made, read
 right after ``setup`` and before anything is loaded: plain values (attributes of the model and the
@@ -98,12 +98,12 @@ def limits(options: Options) -> dict[str, float | None]:
 
 
 def is_extended(options: Options, stored: Mapping[str, Any]) -> bool:
-    """Whether this run is longer than the one that wrote the checkpoint."""
+    """Return whether this run is longer than the one that wrote the checkpoint."""
     return any(now > before for now, before in _pair_limits(options, stored))
 
 
 def is_shortened(options: Options, stored: Mapping[str, Any]) -> bool:
-    """Whether this run is shorter than the one that wrote the checkpoint."""
+    """Return whether this run is shorter than the one that wrote the checkpoint."""
     return any(now < before for now, before in _pair_limits(options, stored))
 
 
@@ -142,7 +142,7 @@ def _is_still_finished(options: Options, record: Record, reason: str) -> bool:
 
 
 def has_ended(options: Options, record: Record) -> bool:
-    """Whether nothing is left to train, also if a kill has prevented the mark that says so."""
+    """Return whether nothing is left to train, even if a kill has prevented the mark of the end."""
     state, cursor = TrainingState(**record.training_state), Cursor(**record.cursor)
     is_stopped = cursor.stop_reason and not is_extended(options, record.options)
     return bool(is_stopped or find_limit(options.limits, state, cursor))
@@ -170,8 +170,8 @@ def note_fingerprint(description: Mapping[str, Any], stored: Mapping[str, Any]) 
         return []
     text = f"fingerprint: {before!r} -> {now!r}"
     _LOGGER.warning(
-        "The training data set has another fingerprint than that of the checkpoint (%s). The "
-        "run continues with the new data, so its results differ from here on.",
+        "The fingerprint of the training data set has changed since the checkpoint (%s). The run "
+        "continues with the new data, so its results differ from here on.",
         text,
     )
     return [text]
@@ -234,8 +234,8 @@ def reconcile(
         raise RunMismatchError(
             "The run cannot resume, because what defines it has changed since its checkpoint: "
             f"{'; '.join(changed[name] for name in refused)}. Undo the change, allow it with "
-            f"Trainer(allow_changes={tuple_text(refused)}) for a run that goes on with it, or pass "
-            "another save_name for a run of its own."
+            f"Trainer(allow_changes={tuple_text(refused)}) to continue with it, or pass another "
+            "save_name to start a new run."
         )
     if any(name in _RESTARTING for name in changed):
         cursor.restart_epoch()
@@ -281,10 +281,9 @@ def find_cursor(record: Record, description: Mapping[str, Any], replicas: Replic
     cursor = replace(cursor, sample=cursor.batch * size * replicas.num_replicas)
     _LOGGER.warning(
         "The run resumes from a checkpoint of helios-ml %s, with its weights, optimizers and "
-        "counters, at batch %d of epoch %d. The order of samples follows the new rule: it differs "
-        "from that of the old package, and so do losses. From here on both are exactly "
-        "reproducible. The old file does not say how many processes trained it: the run now has "
-        "%d %s.",
+        "counters, at batch %d of epoch %d. The order of samples, and so the losses, differ from "
+        "those of the old package; from here on, both are exactly reproducible. The old file does "
+        "not say how many processes trained it: the run now has %d %s.",
         record.migrated_from or "before 0.3",
         cursor.batch + 1,
         cursor.epoch + 1,
@@ -370,7 +369,7 @@ def _schedulers(model: Model) -> Iterator[tuple[str, LRScheduler]]:
 
 @dataclass(frozen=True)
 class StartChanges:
-    """What differs between two starts.
+    """The differences between two starts.
 
     Attributes:
         options: what the next checkpoints hold of this one.
@@ -457,14 +456,14 @@ def refuse_unread_weights(run: Run, record: Record) -> None:
     if texts:
         raise RunMismatchError(
             f"setup() of {type(run.model).__name__} leaves the weights of load_weights to the "
-            f"checkpoint, and makes other values than the start that has read them: "
-            f"{'; '.join(texts)}. Pass load_weights(..., every_start=True) if they are made of "
-            "these weights, and also if you have edited them."
+            "checkpoint, and computes other values than the start that read them: "
+            f"{'; '.join(texts)}. Pass load_weights(..., every_start=True) if they depend on "
+            "these weights, or if you have edited them."
         )
 
 
 def _shows_end(run: Run, record: Record) -> bool:
-    """Whether a start with nothing left to train shows the scores of the run as its own."""
+    """Return whether a start with nothing left to train shows the scores of the run as its own."""
     # A script in stages starts those again that the run has passed.
     return run.replay is None and not is_shortened(run.options, record.options)
 
@@ -504,7 +503,7 @@ def _compare_fresh(run: Run, record: Record | None, *, is_over: bool) -> StartCh
 
 
 def _is_state(name: str, record: Record | None) -> bool:
-    """Whether training has changed an attribute: then the checkpoint has it."""
+    """Return whether training has changed an attribute: then the checkpoint has it."""
     assert record is not None
     owner, attribute = name.split(".")[:2]
     state = record.owners.get(owner, record.model if owner == "model" else {})
@@ -525,7 +524,7 @@ def _compare_code(before: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterat
 
 @dataclass(frozen=True)
 class Declared:
-    """What ``Trainer(params=...)`` declares.
+    """The declarations of ``Trainer(params=...)``.
 
     Attributes:
         params: the values, without secrets; those of the run if nothing is left to train.
@@ -589,9 +588,9 @@ def _refuse_other_values(
     texts += code if is_interactive() else ()
     if texts:
         raise RunMismatchError(
-            f"Nothing is left to train for the run {name!r} in {path.parent}, and it was trained "
-            f"with something else: {'; '.join(texts)}. Its weights and scores belong to the old "
-            f"values ({path.name}). Give a run with new ones its own save_name, pass "
-            "resume='never' to start this one again, or undo the change. An attribute that does "
-            "not matter can be declared: unsaved = (...,)."
+            f"Nothing is left to train for the run {name!r} in {path.parent}, but it was trained "
+            f"with other values: {'; '.join(texts)}. Its weights and scores belong to the old "
+            f"values ({path.name}). Use another save_name for the new values, pass resume='never' "
+            "to train this run from scratch, or undo the change. Declare an attribute that does "
+            "not matter: unsaved = (...,)."
         )

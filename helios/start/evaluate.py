@@ -133,8 +133,8 @@ def _set_up_around(run: Run, trained: TrainedModel) -> Callable[[RunParts], None
     """Set up all but the model, which stays as it is; returns what restores the others."""
     if run.replicas.is_sharded_over_processes:
         raise UsageError(
-            f"{run.verb} of a sharded model needs a checkpoint, because its processes "
-            "have parted after the training, each with its shards. Pass chkpt_root."
+            f"{run.verb} of a sharded model needs a checkpoint, because its processes ended after "
+            "training, each with its shards. Pass chkpt_root."
         )
     data = trained.owners.capture_one("data")
     with trained.keeping_plugins() as states:

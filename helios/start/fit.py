@@ -1,4 +1,4 @@
-"""A call of fit, from preparing the data to marking the run as finished; see docs/order.md."""
+"""A call of fit, from preparing the data to marking the run as finished; see docs/design.md."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _finish(training: Training, reason: str) -> bool | Interrupted:
 
 
 def _leave_model(run: Run, end: Record, *, is_interrupted: bool = False) -> None:
-    """Describe how a training leaves its model, for evaluations in this process."""
+    """Describe how a run leaves its model, for evaluations in this process."""
     replicas, obstacle = run.replicas, ""
     if is_interrupted:
         obstacle = "fit was interrupted"
@@ -110,8 +110,8 @@ def _refuse_again(run: Run) -> None:
     if run.is_again:
         raise UsageError(
             f"The run {run.name!r} in {run.folder} was finished by an earlier fit of this script, "
-            "so this one would train nothing. Give each model a save_name of its own, such as "
-            'Net("fold-2"), or pass Trainer(resume="never") to train it anew.'
+            "so this one would train nothing. Give each model its own save_name, such as "
+            'Net("fold-2"), or pass Trainer(resume="never") to train from scratch.'
         )
 
 

@@ -66,7 +66,7 @@ def end_process(code: int) -> NoReturn:
 
 
 class Whereabouts(NamedTuple):
-    """Where a rank is.
+    """The place of a rank in the run.
 
     Attributes:
         step: the step, in words.
@@ -235,7 +235,7 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 
 class Heard(NamedTuple):
-    """What a rank knows of all.
+    """The knowledge of a rank about all ranks.
 
     Attributes:
         words: what the ranks say that answer, by rank.

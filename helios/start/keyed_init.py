@@ -133,7 +133,7 @@ class KeyedInit:
                 continue
             shown = f"{self._paths[holders[0][0]]}.{holders[0][1]}"
             if kind not in (Tensor, nn.Parameter) or not tensor.is_meta or has_hooks(tensor):
-                _refuse(shown, "it has a value, a hook, a class of its own, or no shape")
+                _refuse(shown, "it has a value, a hook, its own class, or no shape")
             memory = memory_of(tensor)
             if memory in self._memory or (kind is Tensor and len(holders) > 1):
                 _refuse(shown, "it shares its memory with another tensor of a network")
@@ -160,7 +160,7 @@ class KeyedInit:
                 self._marks[shown] = int(bit_sum(tensor))
                 found = watch.last.get(memory_of(tensor), _Write())
                 if write and not self._is_repeated(write, found.writers):
-                    _refuse(shown, "reset_parameters() does not repeat all that setup writes to it")
+                    _refuse(shown, "reset_parameters() does not repeat the writes of setup")
 
     def _is_repeated(self, expected: _Write, writers: Sequence[nn.Module | None]) -> bool:
         """Return whether the same initializers have written as in setup, in the same order.
@@ -218,7 +218,7 @@ class KeyedInit:
 def _refuse(what: str, why: str) -> NoReturn:
     raise UsageError(
         f'Trainer(init="keyed") cannot initialize {what}: {why}. Write values in Model.init_unit, '
-        'and return True there. Make a tensor that is no parameter in "with self.device:".'
+        'and return True there. Create other tensors in "with self.device:".'
     )
 
 

@@ -1,7 +1,7 @@
 """Runs a call: in this process, together with processes of a launcher, or in ranks it starts.
 
 The process that starts ranks does not train. It prepares the data, waits, and then sets up the
-model with the state of rank 0, so that a script continues as after a training in this process.
+model with the state of rank 0, so that a script continues as after training in this process.
 """
 
 from __future__ import annotations

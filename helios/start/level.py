@@ -32,7 +32,7 @@ _MANUAL = "train_step returns None, and so steps by itself"
 
 @dataclass(frozen=True)
 class Reproducibility:
-    """What may change between the start and the resumed run without changing a bit.
+    """The changes between start and resume that do not affect the results.
 
     Attributes:
         level: its level, for a checkpoint that lacks nothing.
@@ -75,7 +75,7 @@ class Reproducibility:
 def find_reproducibility(
     run: Run, source: Source, record: Record | None, known: Findings
 ) -> Reproducibility:
-    """Find the level that a training reaches.
+    """Find the level that a run reaches.
 
     Args:
         run: the call, whose model is set up.
@@ -111,7 +111,7 @@ def _find_level(run: Run, source: Source, bound: list[str]) -> tuple[Level, str]
     if compiled := find_compiled(run.model):
         return Level.ORDER, f"torch.compile with inductor ({', '.join(compiled)})"
     if source.resumes_by != ByPosition():
-        return Level.RESTART, "the training loader has a state or a split of its own"
+        return Level.RESTART, "the training loader has its own state or split"
     if run.replicas.has_single_replica:
         one = "one replica: set num_replicas to change the number of processes later"
         return Level.RESTART, one
@@ -188,7 +188,7 @@ def _find_sync_batch_norms(model: Model) -> Iterator[str]:
 
 _LOGGER = logging.getLogger(__name__)
 _REASON = (
-    "its state does not bring back the next batch: its state_dict() must hold everything that the "
+    "its state does not restore the next batch: its state_dict() must hold everything that the "
     "next batch depends on"
 )
 
@@ -223,7 +223,7 @@ def determine_trust(source: Source, record: Record | None, *, can_save: bool) ->
     if is_kept is not False:
         return _claimed(tried if is_kept else word)
     _LOGGER.warning(
-        "The state of %s does not bring back the next batch: a copy that loaded it gave another "
+        "The state of %s does not restore the next batch: a copy that loaded it returned another "
         "one. A resumed run would train on other samples, so the level of this run is incomplete. "
         "Save everything that the next batch depends on in state_dict() (e.g. the content of a "
         "shuffle buffer), remove the buffer, or use a map-style data set with create_dataloader.",
@@ -251,7 +251,8 @@ def _judge_stream(source: StreamSource, record: Record | None, *, can_save: bool
         source.uses_state = True
         return _claimed(f"claimed by {name}, tried at the first start")
     _LOGGER.info(
-        "The parts of the stream have no state that brings back the next batch, so a resume inside "
-        "an epoch reads the epoch again up to its position. This changes no bit, but takes time."
+        "The parts of the stream have no state that restores the next batch, so a resume inside "
+        "an epoch reads the epoch again up to its position. This takes time, but does not affect "
+        "the results."
     )
     return Findings()

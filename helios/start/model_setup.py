@@ -99,8 +99,8 @@ def _bind_setup(model: Model, *, is_inference: bool) -> Callable[[], None]:
         signature.bind(fast_init=is_inference)
     except TypeError as error:
         raise ArgumentTypeError(
-            f"{place} must take no arguments, or fast_init=False, but takes {signature}. Correct "
-            "the parameters of the method."
+            f"{place} must take no arguments, or fast_init=False, but takes {signature}. Fix the "
+            "parameters of the method."
         ) from error
     return partial(model.setup, fast_init=is_inference)
 
@@ -160,8 +160,8 @@ def set_train_mode(model: Model, *, warns: bool) -> None:
     if warns and (named := [path for path in resting if path in usual]):
         _LOGGER.warning(
             "Put into training mode: %s. setup() left it in evaluation mode, as from_pretrained "
-            "does, where dropout is off and running statistics stand still. To train it like that, "
-            'start a new run with Model.train_mode = "keep".',
+            "does, where dropout is off and running statistics do not change. To train it in that "
+            'mode, start a new run with Model.train_mode = "keep".',
             ", ".join(named),
         )
     names: dict[nn.Module, str] = {}
@@ -172,9 +172,9 @@ def set_train_mode(model: Model, *, warns: bool) -> None:
         first = [*names.values()][:3]
         _LOGGER.warning(
             "%d of %d modules are in evaluation mode after setup(), in networks that are trained: "
-            "%s. There dropout is off and running statistics stand still. Start a new run with "
+            "%s. There, dropout is off and running statistics do not change. Start a new run with "
             'Model.train_mode = "all" to put all networks into training mode, or with "keep" if '
-            "this is meant.",
+            "this is intended.",
             len(names),
             count,
             ", ".join([*first, "..."] if len(names) > len(first) else first),
@@ -207,7 +207,7 @@ def _find_resting(network: nn.Module, path: str = "") -> dict[nn.Module, str]:
 
 
 def _has_own_train(network: nn.Module) -> bool:
-    """Whether a class of the network, or one of its objects, decides about modes by itself."""
+    """Return whether a class or an object of the network sets modes by itself."""
     usual = nn.Module.train
     return any(getattr(part.train, "__func__", None) is not usual for part in network.modules())
 
@@ -235,7 +235,7 @@ def _find_checkpointed(
     networks = model.discovery.modules()
     found = find_in_networks(networks, chosen)
     check_checkpointable(networks, found)
-    _LOGGER.info("Activations of the units %s are computed again in backward.", ", ".join(found))
+    _LOGGER.info("Activations of the units %s are recomputed in backward.", ", ".join(found))
     return found
 
 
@@ -328,15 +328,15 @@ class SetupContext:
         if names:
             raise UsageError(
                 f"{type(self.model).__name__}.setup() calls load_weights, and makes "
-                f"{', '.join(names)} after that or of these weights, which no checkpoint will "
-                "hold: a resume loads none, and would make something else. Make it before "
+                f"{', '.join(names)} after that or from these weights, which no checkpoint will "
+                "hold: a resume does not load them, and would make something else. Make it before "
                 "load_weights, or pass load_weights(..., every_start=True)."
             )
 
     def _find_dependent(self) -> Iterator[str]:
         discovery = self.model.discovery
         if type(self.model).state_dict is not Model.state_dict:
-            yield "what its own state_dict returns"
+            yield "the result of its own state_dict"
             return
         saved = discovery.saved_modules()
         loaded = {id(x) for net in self._find_loaded() for x in net.parameters()}

@@ -164,7 +164,7 @@ def _warn_of_others_events(owner: object) -> None:
         if not own & set(event.receivers) and getattr(type(owner), event.name, base) is not base:
             receivers = [text for _, receiver, text in _RECEIVERS if receiver in event.receivers]
             _LOGGER.warning(
-                "%s.%s is never called by Helios: only %s can have it.",
+                "%s.%s is never called by Helios: only %s may define it.",
                 type(owner).__name__,
                 event.name,
                 " and ".join(receivers),
@@ -208,7 +208,7 @@ def _describe_unknown(name: str) -> str:
     close = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0.75)
     if close and (looks_like_hook or name.endswith("_step")):
         return f": it is neither a hook nor a step; did you mean {close[0]}?"
-    own = ": it is not a hook. If it is a helper of your own, begin its name with an underscore."
+    own = ": it is not a hook. If it is your own helper, begin its name with an underscore."
     return own if looks_like_hook else ""
 
 
@@ -250,7 +250,8 @@ def note_own_log(model: Model) -> None:
     """Log that a model has something of its own in the place of ``Model.log``, which counts."""
     if "log" in vars(model) or type(model).log is not Model.log:
         _LOGGER.info(
-            "%s.log is its own, so it does not log means of steps. Rename it to use Model.log.",
+            "%s overrides log, so self.log does not log means of steps. Rename it to use "
+            "Model.log.",
             type(model).__name__,
         )
 

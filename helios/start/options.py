@@ -1,9 +1,9 @@
-"""The options of a trainer: what each is, must be and needs, and what follows from it.
+"""The options of a trainer: their checks, what they need, and what follows from them.
 
 ``Options`` is the list of the arguments of ``Trainer``, whose signature and docstring mirror it; a
-test compares them. Values are checked one by one, then with each other; what has no effect is
-warned of. Names that ``Trainer`` does not have, often those of other trainers, are answered with
-the one that is meant.
+test compares them. Values are checked one by one, then with each other; options without an effect
+cause a warning. For names that ``Trainer`` does not have, often those of other trainers, the error
+suggests the right one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PARAMS = "params."
 
 
 def allows(allowed: str, param: str) -> bool:
-    """Whether a name in ``allow_changes`` allows another value of a parameter, or of its group."""
+    """Return whether a name in ``allow_changes`` covers a parameter or its group."""
     return f"{param}.".startswith(f"{allowed}.")
 
 
@@ -83,14 +83,14 @@ Check: TypeAlias = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What holds for an option, besides its type and its default.
+    """The rules of an option, besides its type and its default.
 
     Attributes:
         check: checks a value on its own.
         scope: where the value must be the same.
-        excludes: with one of these set, it must not be set.
-        needs: the folder without which it must not be set.
-        idle_without: what it has no effect without.
+        excludes: options that must not be set at the same time.
+        needs: the folder that this option needs.
+        idle_without: the option without which it has no effect.
     """
 
     check: Check
@@ -265,7 +265,7 @@ def _folder(name: str, value: object) -> Path | None:
 def _existing_folder(name: str, value: object) -> Path | None:
     path = _folder(name, value)
     if path is not None and not path.is_dir():
-        raise _refusal(name, "an existing folder", str(path), "Correct the path.")
+        raise _refusal(name, "an existing folder", str(path), "Fix the path.")
     return path
 
 
@@ -276,8 +276,8 @@ def _changes(name: str, value: Any) -> tuple[str, ...]:
     known = find_changeable()
     unknown = [each for each in names if each not in known and not each.startswith(PARAMS)]
     if unknown:
-        rule = f"names among {', '.join(known)}, or such as params.lr"
-        raise _refusal(name, rule, unknown, "Correct the names.")
+        rule = f"names among {', '.join(known)}, or names such as params.lr"
+        raise _refusal(name, rule, unknown, "Pass names of these.")
     return tuple(names)
 
 
@@ -371,8 +371,9 @@ class Options:
                     raise _refusal(name, rule, getattr(self, name), "Omit one of them.")
             is_set = self._differs(name) and getattr(self, name) is not None
             if row.needs and is_set and getattr(self, row.needs) is None:
-                rule, remedy = f"a folder with {name} set", f"Pass {row.needs}=Path(...)."
-                raise _refusal(row.needs, rule, None, remedy)
+                raise ArgumentError(
+                    f"Trainer({name}=...) needs {row.needs}. Pass {row.needs}=Path(...)."
+                )
 
     def _find_length(self) -> dict[str, Any]:
         """Return unit and length, as they follow from the new names, or the old frequencies."""
@@ -396,7 +397,7 @@ class Options:
         return "total_steps" if self.max_steps is None else "max_steps"
 
     def require_length(self) -> None:
-        """Refuse a training whose length is not set.
+        """Refuse a run whose length is not set.
 
         Raises:
             ArgumentError: if no length is set.
@@ -428,7 +429,7 @@ class Options:
             if asked != name and not any(allows(asked, each) for each in self.params):
                 known = ", ".join(f'"{PARAMS}{each}"' for each in self.params) or "none"
                 rule = f"declared parameters ({known})"
-                raise _refusal("allow_changes", rule, name, "Correct the name.")
+                raise _refusal("allow_changes", rule, name, "Pass one of these.")
 
     def plain(self, name: str) -> Any:
         """Return an option as processes compare it, and as checkpoints hold it."""

@@ -187,7 +187,7 @@ Choice: TypeAlias = Literal["auto", "best", "newest"] | str | Path | None
 
 @dataclass(frozen=True)
 class CheckpointChoice:
-    """Which checkpoint an evaluation loads.
+    """The choice of the checkpoint that an evaluation loads.
 
     Attributes:
         path: this file; ``None`` for one in the run's folder.
@@ -356,8 +356,8 @@ def _rank(folder: RunFolder, rule: BestRule | None, run_name: str) -> Ranking:
     best = "" if ranking.best is None else f"The best validation: {ranking.best}. "
     raise CheckpointError(
         f'Trainer.test(checkpoint="best") needs a checkpoint of the run {run_name!r} with the '
-        f"score{'' if metric is None else f' {metric!r}'}, but there is none. {best}"
-        f"{_describe(folder)}Their scores: {', '.join(names) or 'none'}. Correct the metric, or "
+        f"score{'' if metric is None else f' {metric!r}'}, but there is none. "
+        f"{best}{_describe(folder)}Their scores: {', '.join(names) or 'none'}. Fix the metric, or "
         "set chkpt_frequency and valid_frequency so that a checkpoint follows a validation."
     )
 
@@ -398,7 +398,7 @@ def _list_runs(path: Path) -> str:
     if not names:
         return f"{root} {'holds no runs' if root.is_dir() else 'does not exist'}: check chkpt_root."
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"The runs there are: {', '.join(names[:_MAX_NAMES])}{more}. Correct the save_name."
+    return f"The runs there are: {', '.join(names[:_MAX_NAMES])}{more}. Pass the save_name of one."
 
 
 def _describe(folder: RunFolder | None) -> str:
@@ -430,7 +430,7 @@ def require_writable(run: Run) -> None:
     except OSError as error:
         raise ArgumentError(
             "Trainer(chkpt_root=...) must be a folder that can be created and written to, got "
-            f"{str(options.chkpt_root)!r}: {error}. Pass another one, or correct its permissions. "
+            f"{str(options.chkpt_root)!r}: {error}. Pass another one, or fix its permissions. "
             "Omit chkpt_root to train without checkpoints."
         ) from error
 
@@ -483,7 +483,7 @@ def _require_sight(path: Path, owner: str, team: Replicas) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a training starts.
+    """The place where a run starts.
 
     Attributes:
         folder: the run's folder; ``None`` without ``chkpt_root``.
@@ -663,8 +663,8 @@ def _start_from_path(
             _LOGGER.warning("%s The run starts again from %s.", error, path)
     if not file_names.is_present(path):
         raise CheckpointError(
-            f'Trainer(resume=...) must be "auto", "never" or a checkpoint file, but there is no '
-            f"file at {path}. Correct the path, or omit resume to continue from the newest."
+            'Trainer(resume=...) must be "auto", "never" or a checkpoint file, but there is no '
+            f"file at {path}. Fix the path, or omit resume to continue from the newest."
         )
     loaded = folder.load(path, safe_types)
     if path.resolve().parent == folder.path.resolve():

@@ -1,4 +1,4 @@
-"""Which processes run which replicas, what they do together, and whether they are alike.
+"""Decides which processes run which replicas, and compares the processes.
 
 The number of processes (P) is the world size of torchrun or srun, else ``nproc``, else the number
 of selected GPUs, else 1. The number of replicas (V) is that of the existing run, else
@@ -95,8 +95,8 @@ def choose_processes(options: Options, launch: Launch, stored: Stored | None) ->
     if nproc is not None:
         if 0 < num_gpus < nproc:
             raise ArgumentError(
-                "Trainer(nproc=...) must be at most the number of GPUs, or 1 with an engine of "
-                f"your own on one, got {nproc}. Start fewer processes, each of which runs several "
+                "Trainer(nproc=...) must be at most the number of GPUs, or 1 with your own engine "
+                f"on a GPU, got {nproc}. Start fewer processes, each of which runs several "
                 "replicas, or pass use_cpu=True. With torchrun, each process creates its engine."
             )
         return nproc
@@ -228,9 +228,9 @@ _ALIKE = (
     "plugin act on rank 0 only, check context.global_rank in it."
 )
 SAME_DATA = (
-    "Make the same data in all processes: in setup(), draw from random, torch or numpy.random, "
-    "which Helios seeds, or from a generator with a fixed seed, and sort what is listed from "
-    "folders. What may differ, name in the class of the data set: unsaved = (...,)."
+    "Create the same data in all processes: in setup(), draw from random, torch or numpy.random, "
+    "which Helios seeds, or from a generator with a fixed seed, and sort listings of folders. "
+    "List attributes that may differ in the class of the data set: unsaved = (...,)."
 )
 """The remedy where the data sets of processes differ."""
 

@@ -38,7 +38,7 @@ from helios.text import with_step
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Which part of a run is repeated; see ``Trainer.replay`` for ``start`` and ``stop``.
+    """The part of a run to repeat; see ``Trainer.replay`` for ``start`` and ``stop``.
 
     Attributes:
         start: the iteration at or before which the replay begins.
@@ -375,9 +375,8 @@ class _Comparison:
         if parts not in (0, count):
             raise UsageError(
                 f"A replay of this run needs {parts} processes, as it had at "
-                f"{self._range.checkpoint}, where each has a state of its own, but there are "
-                f"{count}. Pass Trainer(nproc={parts}). At the level 'elastic', any "
-                "number would do."
+                f"{self._range.checkpoint}, where each has its own state, but there are {count}. "
+                f"Pass Trainer(nproc={parts}). At the level 'elastic', any number would do."
             )
 
     def ask(self) -> str:
@@ -411,7 +410,7 @@ class _Comparison:
         if found.iteration is None and not follower.is_complete:
             raise UsageError(
                 f"The replay was interrupted after iteration {found.num_equal}, before iteration "
-                f"{found.stop}: {parts.run.asked.interruption}. Up to there, all lines are "
-                "equal. Replay without what interrupts it, or pass an earlier stop."
+                f"{found.stop}: {parts.run.asked.interruption}. Up to there, all lines are equal. "
+                "Replay without the interruption, or pass an earlier stop."
             )
         return found

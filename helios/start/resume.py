@@ -1,4 +1,4 @@
-"""Loads the checkpoint of a training into what was set up, after comparing both, and the data.
+"""Loads the checkpoint of a run into what was set up, after comparing both, and the data.
 
 Before anything is loaded, the batch of the last line of the ledger that the checkpoint covers is
 fetched again under its key, and compared with the line. What the fetch changes in the data set is
@@ -59,7 +59,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @final
 class PendingLoad:
-    """What a load leaves to be done after ``on_training_resume``, which may restore the data.
+    """The rest of a load, after ``on_training_resume``, which may restore the data.
 
     Args:
         allows_length: whether the epoch may have another number of samples: then it starts anew.
@@ -125,7 +125,7 @@ class PendingLoad:
             )
         _LOGGER.warning(
             "The training data has %d samples, and had %d in the checkpoint's epoch, which starts "
-            "anew, as allowed.",
+            "over, as allowed.",
             present,
             saved,
         )
@@ -242,10 +242,10 @@ def _note_missing(training: Training, record: Record) -> list[str]:
     lacking = {p: text for p, text in missing.items() if p not in training.stranded}
     if lacking:
         _LOGGER.warning(
-            "The checkpoint of iteration %s is incomplete: it lacks %s. There the resumed "
-            "run is as setup() makes it, so bits may differ from those of an uninterrupted "
-            "run. Declare what need not be saved: unsaved = (...,). "
-            'Trainer(on_incomplete="raise") refuses to write such a checkpoint.',
+            "The checkpoint of iteration %s is incomplete: it lacks %s. There, the resumed run "
+            "has the values of setup(), so it may differ from an uninterrupted run. Declare what "
+            'need not be saved: unsaved = (...,). Trainer(on_incomplete="raise") refuses to write '
+            "such a checkpoint.",
             with_step(*record.counters),
             list_missing(lacking, most=len(lacking)),
         )
@@ -272,7 +272,7 @@ def _compare_machine(training: Training, record: Record) -> None:
 
 
 _MOST_SHOWN = 8
-_UNKNOWN = "Whether the training data is the same as before cannot be checked: %s depends on %s."
+_UNKNOWN = "It cannot be checked whether the training data is the same as before: %s depends on %s."
 
 
 # ---- is the data that which the run was trained on?
@@ -330,8 +330,8 @@ class DataCheck:
             self._suspect = alone
         elif alone != first:
             self._warn(
-                "The training data is not reproducible: %s gives other content each time it is "
-                "fetched, in the same state and under the same key, so a resumed run differs from "
+                "The training data is not reproducible: %s has different content each time it is "
+                "fetched, in the same state and with the same seed, so a resumed run differs from "
                 "an uninterrupted one. Draw from random, torch or numpy.random, which Helios "
                 "seeds for each batch, and read neither times nor unordered sets.",
                 place,
@@ -453,17 +453,18 @@ def _describe(trained: _Trained, seen: _Seen) -> str:
     if len(seen.samples) > _MOST_SHOWN:
         shown += f" and {len(seen.samples) - _MOST_SHOWN} more"
     if seen.error:
-        what = f"cannot be fetched any more ({seen.error})"
+        what = f"can no longer be fetched ({seen.error})"
     elif seen.data[0] != trained.data[0]:
-        what = f"had other samples than {shown}, which its place in the order gives now"
+        what = f"had other samples than {shown}, which are now at its place in the order"
     else:
         what = f"has other content now; its first sample is {seen.samples[0]!r} (of {shown})"
     return (
-        f"The training data is not what the run was trained on: the batch of iteration "
+        "The training data is not what the run was trained on: the batch of iteration "
         f"{trained.iteration} (epoch {trained.epoch + 1}, batch {trained.batch + 1}) {what}. So "
-        "samples may be trained on twice or never, or be validated as well, and the results differ "
-        "from those of an uninterrupted run. If the data is split or changed at random, draw in "
-        "setup() from random, torch or numpy.random, which Helios seeds, or from a generator with "
-        "a fixed seed. If a hook sets what samples depend on, let on_training_resume set it, too. "
-        "Else bring back the files, transforms and libraries of the last start."
+        "samples may be trained on twice or never, or may also be in the validation data, and the "
+        "results differ from those of an uninterrupted run. If the data is split or changed at "
+        "random, draw in setup() from random, torch or numpy.random, which Helios seeds, or from "
+        "a generator with a fixed seed. If samples depend on a value that a hook sets, set it in "
+        "on_training_resume, too. Otherwise restore the files, transforms and libraries of the "
+        "last start."
     )

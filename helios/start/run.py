@@ -151,7 +151,7 @@ class Run:
 
     Attributes:
         choice: what ``checkpoint`` means.
-        trained: how ``fit`` has left the model that is evaluated, or, at the end of a training,
+        trained: how ``fit`` has left the model that is evaluated, or, at the end of a run,
             how that leaves it; ``None`` for any other model.
         is_as_it_is: whether the model is evaluated as it is in this process, after ``fit``.
         reason_to_load: why it is not, if no checkpoint was asked for; empty for other models.
@@ -170,7 +170,7 @@ class Run:
         is_reported: whether another process has logged the error of this one.
         listeners: notified of an error that ends the call.
         describe_rescue: returns what an error leaves to the user, as sentences.
-        fresh: what a training starts with, before anything is loaded.
+        fresh: what a run starts with, before anything is loaded.
         is_rank: whether this process was started for the call by one that has prepared the data,
             and that needs the state at the end.
         collected: that state, packed; ``None`` before the regular end.
@@ -212,7 +212,7 @@ class Run:
         self._be_idle()
 
     def note_finished(self) -> None:
-        """Note that a training has ended: the same one again is a mistake of the script."""
+        """Note that a run has ended: the same one again is a mistake of the script."""
         if self.folder is not None:
             _Process.finished.add(self.folder)
 
@@ -377,7 +377,7 @@ class Run:
 
     @property
     def folder(self) -> Path | None:
-        """Where the checkpoints of the run are; ``None`` without ``chkpt_root``."""
+        """The folder of the run's checkpoints; ``None`` without ``chkpt_root``."""
         root = self.options.chkpt_root
         return None if root is None else root / self.model.save_name
 
@@ -471,7 +471,7 @@ class Run:
         self.collected = pack_by_value(on_cpu, "The state of model and plugins")
 
     def leave(self, obstacle: str, end: Record) -> None:
-        """Describe how a training leaves its model, for evaluations in this process.
+        """Describe how a run leaves its model, for evaluations in this process.
 
         Args:
             obstacle: why a checkpoint is loaded all the same; empty if the model counts.
@@ -509,7 +509,7 @@ class Run:
 
     @property
     def share(self) -> RowShare | None:
-        """What this process reads of sharded tensors in a checkpoint; ``None`` for everything."""
+        """The part of sharded tensors that this process reads; ``None`` for everything."""
         share = self.replicas.share
         if share is None:
             return None
@@ -601,7 +601,7 @@ class Run:
         return self.open_source(Phase.TRAINING) if is_saved else None
 
     def find_owners(self, source: Source | None = None) -> None:
-        """Find who holds state, and what a training starts with, right after the set-up."""
+        """Find who holds state, and what a run starts with, right after the set-up."""
         self.owners = find_owners(self, LOOP_PATH, source)
         if self.phase is Phase.TRAINING:
             self.fresh = read_fresh(self)

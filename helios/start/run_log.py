@@ -1,4 +1,4 @@
-"""What the log says of a run, and where its logs are: files, events for TensorBoard, the screen."""
+"""The log of a run, and the places of its logs: files, events for TensorBoard, the screen."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ _CALLED = (
 def warn_of_idle_options(
     schedule: Schedule, rule: BestRule | None, model: Model, *, has_validation: bool
 ) -> None:
-    """Warn of a training without a step, and of validations that compute nothing.
+    """Warn of a run without a step, and of validations that compute nothing.
 
     Args:
         schedule: what is due when.
@@ -244,9 +244,9 @@ def warn_of_idle_options(
     waits = validates or schedule.early_stop_cycles is not None
     if rule is not None and not (validates and has_validation):
         _LOGGER.warning(
-            "There is no validation, so nothing finds the score %r: KeepBest keeps no checkpoint, "
-            "and EarlyStopping stops nothing. Assign self.valid_dataset in the data module's "
-            "setup(), or set valid_frequency.",
+            "There is no validation that computes the score %r, so KeepBest and EarlyStopping "
+            "have no effect. Assign self.valid_dataset in the data module's setup(), or set "
+            "valid_frequency.",
             rule.metric,
         )
     elif waits and not has_validation:
@@ -263,7 +263,7 @@ def warn_of_idle_options(
 
 
 def _computes_nothing(model: Model) -> bool:
-    """Whether a validation calls no code of the user's model."""
+    """Return whether a validation calls no code of the user's model."""
     return model.batch_processor is None and not any(is_own(model, name) for name in _CALLED)
 
 
@@ -356,7 +356,7 @@ def _describe_best(best: BestValidation) -> str:
 
 
 def describe_end(training: Training) -> str:
-    """Return how far a training has come, as lines below a message of the log; waits for saves."""
+    """Return how far a run has come, as lines below a message of the log; waits for saves."""
     parts, newest = training.parts, training.saves.writer.wait()
     state, best, file_name = parts.run.state, parts.run.best.best, None
     if best is not None and newest is not None:

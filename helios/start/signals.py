@@ -1,7 +1,7 @@
-"""How calls handle signals: they end at the next safe point, and what follows is not run.
+"""How calls handle signals: they end at the next safe point.
 
 A scheduler that is about to end a job sends a signal some time before. The run records it, and
-checks for it at its boundaries, like for any other request.
+checks for it at its boundaries, like any other request.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Signals:
 
     Attributes:
         numbers: the signals, such as ``(signal.SIGTERM, signal.SIGUSR1)``; ``()`` for none. By
-            default SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, as far as the system has them.
+            default SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, if the system has them.
         grace: seconds from the first signal after which the process exits without saving, if it
             has reached no safe point; ``float("inf")`` for no limit. The code is that of
             ``Interrupted``, or 1 if another rank had failed before the signal, because this one
@@ -142,7 +142,7 @@ class Listener:
     def warn_of_late_signals(self) -> None:
         """Log at the regular end that a signal came too late to interrupt anything."""
         if self.receiver is not None and self.receiver.first and not self._has_warned:
-            _LOGGER.warning("%s came too late to interrupt the training.", self.receiver.first)
+            _LOGGER.warning("%s came too late to interrupt the run.", self.receiver.first)
 
 
 @contextlib.contextmanager
@@ -177,7 +177,7 @@ def listening(
 
 
 class UnsavedEnd:
-    """What happens if no safe point is reached within the grace period.
+    """Ends the process if no safe point is reached within the grace period.
 
     A job that is requeued after code 75 would be requeued forever if a rank failed by itself and
     the scheduler then ended the others, which wait for it. This is looked up when the signal
@@ -229,7 +229,7 @@ def find_signal_code(number: int) -> int:
 
 
 class Interruptions:
-    """What has interrupted a call of this process; a forked child has its own."""
+    """The interruption of a call of this process; a forked child has its own."""
 
     found: ClassVar[dict[int, Interrupted]] = {}
 

@@ -30,7 +30,7 @@ _ARRAYS = (Tensor, ndarray)
 
 @dataclass
 class TrainedModel:
-    """How the last call of ``fit`` has left its model.
+    """The model as the last call of ``fit`` has left it.
 
     Attributes:
         model: the model.

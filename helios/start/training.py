@@ -171,7 +171,7 @@ def set_up_training(
         best=BestSoFar(_find_best_rule(run)), has_changed=origin.is_branch or origin.goes_back
     )
     how = "saves and ends" if options.can_save else "ends, without saving,"
-    ask = ask or partial(run.signals.ask, f"the training {how} at the next safe point")
+    ask = ask or partial(run.signals.ask, f"the run {how} at the next safe point")
     listeners: list[RunListener] = [scores, *recorders]
     if schedule.save_seconds is not None and options.can_save and run.replicas.rank == 0:
         # Its wishes travel with the requests, so that all processes save at the same step.
@@ -246,7 +246,7 @@ def _require_one_mode(run: Run, schedulers: Schedulers) -> None:
         if first != mode:
             raise ArgumentError(
                 f"The score {metric!r} must have one mode, but {other} has mode={first!r}, and "
-                f'{owner} has mode={mode!r}. Correct one of them: "min" if small scores are good, '
+                f'{owner} has mode={mode!r}. Change one of them: "min" if small scores are good, '
                 '"max" if large ones are.'
             )
 
@@ -255,8 +255,8 @@ def _numerics(run: Run, known: Record | None) -> AbstractContextManager[None]:
     threads = None if known is None else known.num_threads
     if threads not in (None, torch.get_num_threads()):
         _LOGGER.info(
-            "Threads of this process: %d, as at the first start of the run (%d were set), "
-            "because their number changes bits.",
+            "Threads of this process: %d, as at the first start of the run (%d were set), because "
+            "their number affects the results.",
             threads,
             torch.get_num_threads(),
         )
@@ -288,9 +288,9 @@ def _require_level(run: Run, origin: Origin, reproducibility: Reproducibility) -
     level = level_of(reproducibility.findings, reproducibility.level)
     if level.height < Level(sidecar.level).height:
         raise RunMismatchError(
-            f'Trainer(on_incomplete="raise") requires the level {sidecar.level!r}, which the '
-            f"run had so far, but this start reaches {reproducibility}. Undo what has changed, "
-            "or omit on_incomplete to go on at the lower level."
+            f'Trainer(on_incomplete="raise") requires the level {sidecar.level!r}, which the run '
+            f"had so far, but this start reaches {reproducibility}. Undo the change, or omit "
+            "on_incomplete to continue at the lower level."
         )
 
 

@@ -273,7 +273,7 @@ def make_writer(
 @final
 @dataclass
 class RunEvents(Recorder):
-    """What a run was started with, and what happens to it, on rank 0.
+    """Records the settings and events of a run, on rank 0.
 
     Attributes:
         file: where events are written.

@@ -1,4 +1,4 @@
-"""Finds, saves and restores what of a run is state. The counters have their public path here."""
+"""Finds, saves and restores the state of a run. The counters have their public path here."""
 
 from helios.counters import Cursor as Cursor
 from helios.counters import Phase as Phase

@@ -1,6 +1,6 @@
-"""Names what only ``setup`` can make: networks and their parts, optimizers, objects with a state.
+"""Names networks and their parts, optimizers and stateful objects, which only ``setup`` can make.
 
-An anchor has the first path that led to it after setup, and keeps it whatever refers to it later.
+An anchor has the first path that led to it after setup, and keeps that name.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def each_named(name: str, value: Any, *, itself: bool = True) -> Iterator[tuple[
 
 @final
 class Outside:
-    """What other owners save, by name and by id."""
+    """The objects that other owners save, by name and by id."""
 
     def __init__(self, parts: Mapping[str, object] | None = None) -> None:
         self.parts: dict[str, Any] = {}
@@ -109,16 +109,16 @@ class Outside:
         self._held = Held(optimizers, lambda part: self.names.get(id(part), "").partition("/")[2])
 
     def name_of(self, part: object) -> str | None:
-        """Return the name of what another owner saves, or ``None``."""
+        """Return the name of an object that another owner saves, or ``None``."""
         return self.names.get(id(part)) or self._held.name_of(part)
 
     def find(self, name: str) -> Any:
-        """Return what another owner saves under a name, or ``None``."""
+        """Return the object that another owner saves under a name, or ``None``."""
         found = self.parts.get(name)
         return self._held.find(name) if found is None else found
 
     def add(self, parts: Mapping[str, object]) -> None:
-        """Add what a further owner saves; what has a name already keeps it."""
+        """Add the objects of another owner; existing names are kept."""
         for name, part in parts.items():
             if id(part) not in self.names:
                 self.parts[name] = part
@@ -127,7 +127,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class Rules:
-    """What counts of an owner, and what is known of it from setup.
+    """The rules for an owner's attributes, and what is known of them from setup.
 
     Attributes:
         exclude: attributes of the owner that never count.
@@ -276,7 +276,7 @@ class Anchors:
         return {name: part for name, part in named.items() if isinstance(part, Tensor)}
 
     def references(self) -> References:
-        """Return what can recognize these anchors later."""
+        """Return references that can recognize these anchors later."""
         found: References = []
         for name, part in self.parts.items():
             if name and id(part) in self.names:
@@ -286,7 +286,7 @@ class Anchors:
         return found
 
     def name_key(self, key: Any) -> Any:
-        """Return what stands for the key of a dict in paths."""
+        """Return the text of a dict's key in paths."""
         name = self.name_of(key) if isinstance(key, Tensor | nn.Module) else None
         return key if name is None else f"<{name}>"
 
@@ -389,7 +389,7 @@ class Anchors:
 
     @cached_property
     def held(self) -> Held:
-        """What optimizers hold: their groups, and tables and tensors of their state."""
+        """The content of optimizers: their groups, and tables and tensors of their state."""
         optimizers = self.of_kind(Optimizer, with_inner=True)
         return Held(optimizers, lambda part: self.names.get(id(part)) or self._outside_name(part))
 

@@ -1,4 +1,4 @@
-"""Digests of codes, and marks of any value: what is equal if nothing has changed."""
+"""Digests of codes, and marks of any value, which are equal if nothing has changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from helios.storage.content_hash import array_sum, tensor_sum
 from helios.storage.plain_objects import OUTSIDE, attributes_of, comes_from, table_of
 
 CODE: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)
-"""What is compared by identity: it is made when modules are imported, and never changes."""
+"""Types that are compared by identity: created by imports, and never changed."""
 
 _LONG_WRITE = 1 << 14
 
@@ -72,7 +72,7 @@ def _form(*parts: Any) -> None:
 
 
 def digest_of(code: Any) -> tuple[Any, int]:
-    """Return what is equal for equal codes, and the size of the code in bytes."""
+    """Return a digest that is equal for equal codes, and the size of the code in bytes."""
     kind = type(code)
     if kind in NATIVE:
         if kind is float:
@@ -231,7 +231,7 @@ class _Describer(Coder):
 def mark_of(
     value: Any, identities: Identities | None = None, names: Mapping[int, str] | None = None
 ) -> bytes:
-    """Return what is equal for equal content, whatever the value is.
+    """Return a mark of any value, which is equal for equal content.
 
     Args:
         value: the value.

@@ -1,7 +1,7 @@
 """Finds, captures and restores the state of one owner, such as the model or a plugin.
 
 Anchors are always saved, by their own ``state_dict``. A value is saved if its digest differs from
-that after ``setup``; what cannot be saved and has changed is named.
+that after ``setup``; changes that cannot be saved are reported.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ GROWN = (
 
 @dataclass
 class Baseline:
-    """What setup made.
+    """The results of setup.
 
     Attributes:
         digests: of values, by holder and key.
@@ -100,7 +100,7 @@ class Baseline:
         return {number: name for number, refer, name in self.references if refer() is not None}
 
     def mark_as_changed(self, state: Mapping[str, Any]) -> None:
-        """Treat what was restored as changed: the next checkpoint needs it too."""
+        """Treat restored values as changed, since the next checkpoint needs them too."""
         for name, table in state["values"].items():
             for key in table:
                 self.digests.setdefault(name, {})[key] = None
@@ -128,8 +128,8 @@ class Discovery:
     Attributes:
         limit: maximum bytes of values in a state.
         safe_types: types that loading may build besides those of the values that setup made.
-        baseline: what the last setup has made; ``None`` before one.
-        unrestored: what the last restore for inference has passed over, with the reason, by path.
+        baseline: the results of the last setup; ``None`` before the first.
+        unrestored: what the last restore for inference has skipped, with the reason, by path.
 
     Raises:
         ArgumentTypeError: if ``unsaved`` is a single string.
@@ -221,7 +221,7 @@ class Discovery:
         return {} if last is None else last.walk.parts
 
     def watch(self, *, reads_weights: bool = True, sees_unsaved: bool = False) -> StepWatch:
-        """Begin to watch what a step changes, in attributes declared as unsaved only if asked."""
+        """Begin to watch changes of a step; in attributes declared as unsaved only if asked."""
         look = partial(self._look, unsaved=frozenset()) if sees_unsaved else self._look
         classes = [] if self.baseline is None else self.baseline.classes
         return StepWatch(look, reads_weights=reads_weights, classes=classes)
@@ -250,7 +250,7 @@ class Discovery:
 
     @collector_at_rest()
     def take_baseline(self) -> None:
-        """Record what setup made; call it right after setup."""
+        """Record the results of setup; call it right after setup."""
         self._named.clear()
         self.baseline, self.unrestored = None, {}
         now = self._look()
@@ -589,7 +589,7 @@ class Coverage:
         self._state, self._mark = state, mark
 
     def has(self, key: Any, attributes: Mapping[Any, Any]) -> bool:
-        """Return whether the state holds the value of an attribute, or an equal one as its own.
+        """Return whether the state holds the value of an attribute, or an equal one.
 
         Args:
             key: the attribute.

@@ -1,4 +1,4 @@
-"""Names what training changed and no checkpoint can hold: marks before and after, and the texts."""
+"""Reports changes in training that no checkpoint can hold, by marks before and after."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ SHARED = (
     "its memory overlaps that of {} differently than after setup(): share it in setup(), or copy it"
 )
 PARTED = (
-    "it shared memory after setup(), and has memory of its own now: part it in setup(), or copy "
-    "values"
+    "it shared memory after setup(), and no longer does: separate it in setup(), or copy values"
 )
 HOOK = (
     "a hook registered, removed or moved after the start: register it in setup(), or at each "
@@ -44,7 +43,7 @@ Marks: TypeAlias = dict[str, tuple[Any, str]]
 
 
 def marks_of(now: Snapshot, classes: Iterable[type]) -> Marks:
-    """Return marks of all that an owner holds and no checkpoint can."""
+    """Return marks of everything in an owner that no checkpoint can hold."""
     walk = now.walk
     marks: Marks = {name: (now.mark(part), why) for name, (part, why) in walk.opaque.items()}
     marks |= {name: (mark, OF_CLASS) for name, mark in class_marks(classes, now).items()}
@@ -108,7 +107,7 @@ def _tensors_with_storage(parts: Mapping[str, Any]) -> list[tuple[Any, str, Tens
 
 
 def lost_since(before: Marks, now: Marks) -> dict[str, str]:
-    """Return what has changed, with the reason why no checkpoint can hold it."""
+    """Return changes, each with the reason why no checkpoint can hold it."""
     lost = {
         name: why
         for name, (mark, why) in now.items()
@@ -121,7 +120,7 @@ def lost_since(before: Marks, now: Marks) -> dict[str, str]:
 
 
 def report(owner: str, missing: Mapping[str, str], known: set[str]) -> None:
-    """Warn of what a resumed run will lack.
+    """Warn of state that a resumed run will lack.
 
     Args:
         owner: the name of the owner.
@@ -133,7 +132,7 @@ def report(owner: str, missing: Mapping[str, str], known: set[str]) -> None:
     if new:
         _LOGGER.warning(
             "The state of the %s is incomplete. Training changed what cannot be saved: %s. A "
-            "resumed run starts with what setup() makes. Declare what need not be saved: "
+            "resumed run starts with the values of setup(). Declare what need not be saved: "
             "unsaved = (%s,) of the %s.",
             owner,
             "; ".join(f"{path} ({why})" for path, why in new.items()),
@@ -154,7 +153,7 @@ _LARGEST = 1 << 16
 
 
 def classes_of(owner: object, now: Snapshot) -> list[type]:
-    """Return the classes of what an owner holds that are neither of Helios nor of a library."""
+    """Return the user's classes of the values that an owner holds."""
     kinds = dict.fromkeys(base for kind in (type(owner), *now.walk.kinds) for base in kind.__mro__)
     for part in {**now.anchors.objects, **now.anchors.inner}.values():
         parts = part.modules() if isinstance(part, nn.Module) else (part,)

@@ -1,4 +1,4 @@
-"""What torch keeps in networks, and what their ``state_dict`` leaves out."""
+"""The content of networks, and the parts that their ``state_dict`` leaves out."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def method_of(part: object, name: str) -> Any:
 
 
 def is_odd_optimizer(optimizer: Optimizer) -> bool:
-    """Return whether user code says what the ``state_dict`` of an optimizer holds."""
+    """Return whether user code overrides the ``state_dict`` of an optimizer."""
     tables = (name for name in hook_tables_of_optimizers() if "_state_dict_post" in name)
     hooks = [hook for name in tables for hook in vars(optimizer).get(name, {}).values()]
     own = [hook for hook in hooks if not is_known(hook)]
@@ -234,7 +234,7 @@ def _places(entries: Mapping[str, Any]) -> set[int]:
 
 
 def is_odd(network: Network) -> bool:
-    """Return whether user code says what the ``state_dict`` of a network holds."""
+    """Return whether user code overrides the ``state_dict`` of a network."""
     names = ("state_dict", "_save_to_state_dict")
     kinds = {type(part) for _, part in network.modules}
     writers = [getattr(kind, name) for kind in kinds for name in names]
@@ -291,7 +291,7 @@ def _modules_in(anchors: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def leaves_of(anchors: Any) -> dict[str, Tensor]:
-    """Return what may have a gradient and is saved without it."""
+    """Return the tensors that may have a gradient and are saved without it."""
     named = {n: p for n, p in anchors.parts.items() if isinstance(p, nn.Parameter)}
     return named | {n: p for n, p in anchors.loose.items() if p.is_leaf}
 

@@ -1,4 +1,4 @@
-"""Saves and loads optimizers by the names of their parameters, and schedulers with what they drive.
+"""Saves and loads optimizers by the names of parameters, and schedulers with their optimizers.
 
 torch saves the state of an optimizer by position, and gradients are clipped in that order: a resume
 brings the groups into the saved order first.
@@ -30,7 +30,7 @@ TABLES = ("param_groups", "state")
 """The attributes in which an optimizer keeps settings and moments."""
 
 TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
-"""Objects that weights do without, and that an evaluation may lack."""
+"""Objects that only training needs, so that an evaluation may lack them."""
 
 FINE_TUNING = (
     " To fine-tune with other sizes, in a run with another save_name, build it as it was, call "
@@ -91,7 +91,7 @@ def tables_of(optimizer: Optimizer) -> list[tuple[str, Any]]:
 def misfits_of(
     anchors: Anchors, built: Mapping[str, Members], drivers: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what a resume could not rebuild of optimizers and schedulers, by path."""
+    """Return the optimizers and schedulers that a resume could not rebuild, by path."""
     misfits: dict[str, str] = {}
     objects = anchors.objects
     now = drivers_of(anchors)
@@ -101,7 +101,7 @@ def misfits_of(
         lost = (members & anchors.loose.keys()) - known
         stray = sorted(lost)
         if stray and path in built:
-            misfits[path] = f"updates what no attribute of the model holds: {_some(stray)}"
+            misfits[path] = f"updates tensors that no attribute of the model holds: {_some(stray)}"
     for path in sorted(drivers.keys() & objects.keys()):
         driver, is_known = now.get(path), id(objects[path]) in anchors.rules.known
         if driver != drivers[path] or not is_known:
@@ -247,7 +247,7 @@ def load_state(part: Any, state: dict[str, Any]) -> None:
 
 @final
 class Tables:
-    """The groups and the state of optimizers, into which goes what is loaded.
+    """The groups and the state of optimizers, into which loaded state is copied.
 
     Wrappers share these with what they wrap; attributes and closures may hold them.
 
@@ -262,7 +262,7 @@ class Tables:
         ]
 
     def put_back(self) -> None:
-        """Give optimizers the lists, dicts and tensors that they had, with what they have now."""
+        """Give optimizers their former lists, dicts and tensors, with the loaded content."""
         own = {id(each) for _, before in self._held for each in before}
         places: dict[int, tuple[Any, Any]] = {}
         for part, before in self._held:

@@ -1,7 +1,7 @@
 """The state of all owners besides the model: plugins, data module, data sets, loops, engine.
 
-Each owner is searched as the model is. Its own ``state_dict`` saves what it contains; whatever it
-leaves out and training has changed is saved here, or reported.
+Each owner is searched like the model. Its own ``state_dict`` is saved; other attributes that
+training has changed are saved here, or reported.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Owners:
         safe_types: types that loading may build besides those of the values that setup made.
 
     Attributes:
-        unrestored: what a restore for inference has passed over, with the reason, by path.
+        unrestored: what a restore for inference has skipped, with the reason, by path.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Owners:
             self._outside = None
 
     def take_baseline(self) -> None:
-        """Record what the owners hold right after setup."""
+        """Record the state of the owners right after setup."""
         for _, found in self._each():
             found.take_baseline()
 
@@ -139,14 +139,14 @@ class Owners:
     def capture(
         self, own: Mapping[str, dict[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Return what training has changed.
+        """Return the state that training has changed.
 
         Args:
-            own: by name, what ``state_dict`` returned, for owners that have one.
+            own: by name, the results of ``state_dict``, for owners that have one.
 
         Returns:
-            The states of the owners that have any, by name, and what they lack, with the reason,
-            by path.
+            The states of the owners that have any, by name, and the changes that they lack, with
+            the reason, by path.
         """
         states = dict(self._carried)
         missing: dict[str, str] = {}
@@ -188,7 +188,7 @@ class Owners:
                 found.look_at_values()
 
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
-        """Restore what :meth:`capture` returned; in a training, keep that of missing owners."""
+        """Restore what :meth:`capture` returned; in training, keep the state of missing owners."""
         for name, found in self._each():
             if name in states:
                 found.restore(states[name], is_inference=is_inference)
@@ -201,8 +201,8 @@ class Owners:
             self._carried |= {name: copy.deepcopy(states[name]) for name in gone}
         if self._carried:
             _LOGGER.warning(
-                "The checkpoint holds attributes of %s, which this run does not have. They are "
-                "kept in later checkpoints unchanged, for a run that has it again.",
+                "The checkpoint holds attributes of %s, which this run does not have. Later "
+                "checkpoints keep them unchanged.",
                 ", ".join(self._carried),
             )
 

@@ -1,4 +1,4 @@
-"""Restores a captured state into what ``setup`` has made."""
+"""Restores a captured state into the objects of ``setup``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNLINKED = (
 )
 
 NOT_BUILT = "setup() does not build it. Build it for any value of fast_init."
-"""Why something that is saved is not restored for inference."""
+"""Why saved state is not restored for inference."""
 
 
 Registered: TypeAlias = list[tuple[dict[str, Any], str, Tensor]]
@@ -85,9 +85,9 @@ class Restoring:
         self.unlinked: dict[str, str] = {}
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Reorder the parameters of optimizers as saved, and note what is where.
+        """Reorder the parameters of optimizers as saved, and record where everything is.
 
-        The owner's own ``load_state_dict`` may replace it.
+        The owner's own ``load_state_dict`` may replace objects.
         """
         now = self._look()
         anchors = now.anchors
@@ -106,7 +106,7 @@ class Restoring:
         )
 
     def run(self, state: Mapping[str, Any], *, is_inference: bool) -> Snapshot:
-        """Restore everything, and return what the owner holds then.
+        """Restore everything, and return the owner's content.
 
         Args:
             state: the saved state.

@@ -1,7 +1,7 @@
-"""Finds what a step changes on its own in each replica, and what differs between processes.
+"""Finds what a step changes separately in each replica, and what differs between processes.
 
-Gradients and buffers are summed and exchanged. Any other change depends on how many replicas a
-process runs: digests of all values are compared at the first step, and at powers of two.
+Gradients and buffers are summed and exchanged. Any other change depends on the number of replicas
+in a process: digests of all values are compared at the first step, and at powers of two.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 @final
 class StepWatch:
-    """Compares what an owner holds before and after a step.
+    """Compares the content of an owner before and after a step.
 
     Args:
         look: returns what it holds now.
@@ -53,7 +53,7 @@ class StepWatch:
         self._before = self._take()
 
     def changed(self, *, counts_parameters: bool = True) -> list[str]:
-        """Return the paths of what has changed since this was created, or called before.
+        """Return the paths of values that changed since the last call, or since creation.
 
         Args:
             counts_parameters: whether to include parameters that were written to.
@@ -260,7 +260,7 @@ class ReplicaWatch:
         return self
 
     def conclude(self, hook: str = STEP, *, is_manual: bool = False) -> None:
-        """Record what has changed since the last call, and who did it.
+        """Record the changes since the last call, and their cause.
 
         Args:
             hook: what has run since then.
@@ -297,10 +297,10 @@ class ReplicaWatch:
 
 @final
 class IdleWatch:
-    """Notices that the steps of a new run learn nothing, as with a forgotten ``return loss``.
+    """Detects that the steps of a new run learn nothing, as with a forgotten ``return loss``.
 
-    A step that returns ``None`` may collect data, or update tables as k-means and EM do, so
-    everything that has state is compared with what it was before the first step.
+    A step that returns ``None`` may collect data, or update tables as k-means and EM do, so all
+    state is compared with that before the first step.
 
     Args:
         model: the model.
@@ -316,7 +316,7 @@ class IdleWatch:
         self._buffers: dict[str, bytes] = {}
 
     def begin(self) -> None:
-        """Begin to watch before the first step of a new run, if anything can be seen."""
+        """Begin to watch before the first step of a new run, if anything can be watched."""
         processor = self._model.batch_processor
         if processor is not None and not processor.need_backward:
             return
@@ -331,7 +331,7 @@ class IdleWatch:
         self._buffers = self._mark_buffers()
 
     def conclude(self, iteration: int, *, is_manual: bool | None) -> None:
-        """Refuse a run that has learned nothing so far, and watch no more.
+        """Refuse a run that has learned nothing so far, and stop watching.
 
         Args:
             iteration: the number of its iterations.

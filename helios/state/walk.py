@@ -1,4 +1,4 @@
-"""Writes down what an owner holds at one time: one walk, the code of each value, and marks."""
+"""Records the content of an owner at one time: one walk, the code of each value, and marks."""
 
 from __future__ import annotations
 
@@ -44,10 +44,7 @@ GONE: Final[dict[str, Any]] = {TAG: "gone"}
 """The code of an attribute that training has deleted."""
 
 BROKEN = "it cannot be inspected ({}): give it state_dict() and load_state_dict()"
-TAKEN = (
-    "it took the place of an object of setup() that is still in use: give it an attribute of its "
-    "own"
-)
+TAKEN = "it replaced an object of setup() that is still in use: give it its own attribute"
 LATE = "created after setup(), so that a resumed run cannot find it: create it in setup()"
 _ITERATOR = (
     "an iterator, whose position is unknown: count in an attribute, and create the iterator in "
@@ -63,7 +60,7 @@ _OF_OTHERS = (
 
 @final
 class Walk(Coder):
-    """What an owner holds beside its anchors.
+    """The content of an owner besides its anchors.
 
     Args:
         owner: the owner.
@@ -197,7 +194,7 @@ class Walk(Coder):
     # ---- values
 
     def refer(self, path: str, part: Any) -> dict[str, Any] | None:
-        """Return a reference to an anchor, or to what was met before."""
+        """Return a reference to an anchor, or to an earlier value."""
         name = self.anchors.name_of(part)
         if name is not None:
             return {TAG: "ref", "name": name}
@@ -346,7 +343,7 @@ Form = list[Any]
 
 @final
 class Snapshot:
-    """What an owner holds at one time.
+    """The content of an owner at one time.
 
     Args:
         owner: the object.
@@ -377,7 +374,7 @@ class Snapshot:
         }
 
     def mark(self, value: Any) -> bytes:
-        """Return what is equal for equal content, with anchors and values by their names."""
+        """Return a mark that is equal for equal content, with anchors and values by their names."""
         if self._names is None:
             self._names = {**self.walk.names, **self.anchors.names}
         # A name says nothing of the content of what has it.
@@ -388,7 +385,7 @@ class Snapshot:
         return mark
 
     def mark_of_content(self, value: Any) -> bytes:
-        """Return what is equal for equal content, with all elements of tensors and containers."""
+        """Return a mark that is equal for equal content, down to elements of tensors."""
         if self._names_of_objects is None:
             self._names_of_objects = {
                 id(part): name
@@ -450,7 +447,7 @@ class Snapshot:
         return f"a new {kind}" if is_new and kind else kind
 
     def odd_networks(self) -> Iterator[tuple[str, Network]]:
-        """Yield the networks of which user code says what their ``state_dict`` holds."""
+        """Yield the networks whose ``state_dict`` user code overrides."""
         for path, module in self.anchors.of_kind(nn.Module, with_inner=True).items():
             network = self.anchors.network(module)
             if is_odd(network):

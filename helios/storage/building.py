@@ -1,4 +1,4 @@
-"""Builds values from their codes, in place of what is there where that is of the same kind."""
+"""Builds values from their codes, in place of existing values of the same kind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MAPPINGS = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "defaultd
 
 
 class UnknownTypeError(StateError):
-    """A value of a class that nobody has named."""
+    """A value of an unknown class."""
 
 
 class Builder:
@@ -45,8 +45,8 @@ class Builder:
 
     Args:
         types: classes of which instances may be built; no method of them runs.
-        live: what is there now, which is changed in place; without it, everything is new, and may
-            share memory with the codes.
+        live: the existing values, which are changed in place; without them, everything is new, and
+            may share memory with the codes.
         find: returns the object that a reference leads to if no code of that path was built, or
             ``None``.
         name_of_key: what the method of that name of the coder returned.
@@ -241,7 +241,7 @@ class Builder:
                 "setup(), or return the type from types_for_safe_load()."
             )
         if not issubclass(kind, base):
-            raise StateError(f"{path} was saved as a {name}, which is no {base.__name__} now.")
+            raise StateError(f"{path} was saved as a {name}, which is not a {base.__name__} now.")
         return kind
 
     def _object(self, path: str, code: dict[str, Any]) -> Any:

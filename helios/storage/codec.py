@@ -232,8 +232,8 @@ def _map(path: Path, stand_ins: Iterable[Any]) -> Any:
 def hiding(names: Collection[str]) -> Iterator[list[Any]]:
     """Remove names from torch's safe globals for a block.
 
-    In the block, :func:`read_structure` puts a placeholder in the place of each object of these
-    classes, whatever the process has registered.
+    In the block, :func:`read_structure` replaces each object of these classes by a placeholder,
+    regardless of registered globals.
 
     Args:
         names: full names, as files contain them.
@@ -265,7 +265,7 @@ def _loading() -> Iterator[None]:
 
 
 def find_cause(error: BaseException) -> BaseException:
-    """Return the error of a file in whose place torch's writer has raised its own."""
+    """Return the error of a file that torch's writer has replaced by its own."""
     while _WRITER in str(error) and error.__context__ is not None:
         error = error.__context__
     return error

@@ -1,10 +1,9 @@
 """Writes values as plain codes that ``torch.load(weights_only=True)`` accepts.
 
-Numbers, texts, lists, tuples and dicts with plain keys stay as they are. Anything else is a dict
-whose key ``"~"`` says what it stands for. What is met a second time is a reference to the path
-where it was met first, so that two values hold the same if and only if their codes are equal:
-aliases and cycles need no code of their own.
-:class:`helios.storage.building.Builder` is the inverse.
+Numbers, strings, lists, tuples and dicts with plain keys stay as they are. Anything else is a dict
+whose key ``"~"`` names its kind. A value that occurs again is a reference to its first path, so two
+values have the same content if and only if their codes are equal: aliases and cycles need no code
+of their own. :class:`helios.storage.building.Builder` is the inverse.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from helios.storage.plain_objects import attributes_of, is_plain_object
 from helios.storage.type_converters import BY_TYPE, scalar_to_parts, type_name
 
 TAG: Final = "~"
-"""The key of a dict that stands for something else; its value says for what."""
+"""The key of a dict that stands for another value; its value names the kind."""
 
 HOLE: Final[dict[str, Any]] = {TAG: "hole"}
-"""The code of a member that is not saved: what is there stays."""
+"""The code of a member that is not saved, and keeps its value."""
 
 NATIVE = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
 """Types of values that are their own codes; exact types, since a subclass may have attributes."""
@@ -208,7 +207,7 @@ class Coder:
         return self.code_member(path, value)
 
     def name_of_key(self, key: Any) -> Hashable:
-        """Return what stands in paths for a key of a dict that is no plain value."""
+        """Return the text in paths for a dict's key that is not a plain value."""
         return None
 
     def neighbours(self) -> Mapping[str, Any]:

@@ -1,10 +1,10 @@
-"""Hashes of what is in memory: fingerprints of nested values, and checksums of the bits of tensors.
+"""Hashes of values in memory: fingerprints of nested values, and checksums of the bits of tensors.
 
 A fingerprint of a batch is 64 bits over types, names, shapes and elements. It is the same in every
-process, and on every machine of the same byte order. Nothing is pickled: what is neither a tensor,
-an array, a plain value nor a container of these is counted as unseen: only the name of its class
-enters. The entries of a dictionary have no order. A sharded tensor is read as the
-whole one, by all processes together.
+process, and on every machine of the same byte order. Nothing is pickled: of anything but tensors,
+arrays, plain values and containers of these, only the name of the class enters, and it counts as
+unseen. The entries of a dictionary have no order. A sharded tensor is read in full, by all
+processes together.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _form_of = attrgetter("dtype", "shape")
 
 
 class Content(NamedTuple):
-    """What was read of a value.
+    """The content that was read of a value.
 
     Attributes:
         fingerprint: 64 bits; 0 if nothing could be read.

@@ -1,8 +1,8 @@
 """Tensors in the format of ``torch.distributed.checkpoint``: a folder with a file of each process.
 
 Processes write the rows that they hold, and any number of processes read any rows. PyTorch's own
-index is a pickle, which can run code: it is written for PyTorch's tools, and never read. Helios has
-an index of numbers and names, which it reads as any other file.
+index is a pickle, which can run code: it is written for PyTorch's tools, and never read. Helios
+reads its own index of numbers and names.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class StoredTensor:
         shape: the shape of the whole.
         dtype: its type.
         chunks: where its rows are, in order.
-        place: what it has in common with tied tensors only.
+        place: a key that only tied tensors share.
 
     Raises:
         Exception: if the index does not describe a whole tensor in files of the folder.
@@ -293,7 +293,7 @@ class StoredTensor:
 
 
 def _number(value: Any) -> int:
-    _require(type(value) is int and value >= 0, f"{value!r} is no number")
+    _require(type(value) is int and value >= 0, f"{value!r} is not a number")
     return int(value)
 
 

@@ -200,10 +200,10 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def as_local_path(name: str, value: str | Path) -> Path:
-    """Return a path of the file system; ``file:///...`` is taken as one.
+    """Return a path of the file system; ``file:///...`` is accepted.
 
     Args:
-        name: what the path was given as, for the message.
+        name: the name of the argument, for the message.
         value: the path.
 
     Raises:
@@ -297,7 +297,7 @@ def digest_file(path: Path, watch: Callable[[int], object] | None = None) -> str
 
 
 class FileFacts(NamedTuple):
-    """What is known of a file that was written.
+    """The facts about a file that was written.
 
     Attributes:
         size: its size in bytes.

@@ -1,7 +1,7 @@
 """Locks a folder so that only one run at a time writes to it.
 
-It is a POSIX record lock: it ends with its process, whatever loader workers do, since they do not
-inherit it. A process runs one call at a time, so a second run is always in another process.
+It is a POSIX record lock: it ends with its process, and loader workers do not inherit it. A process
+runs one call at a time, so a second run is always in another process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FolderLock:
 
     Attributes:
         path: the lock file.
-        owner: what it says of this process; empty as long as nothing is locked.
+        owner: its description of this process; empty as long as nothing is locked.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""Says where tensors and arrays lie, so that memory which they share is written once.
+"""Locates tensors and arrays, so that shared memory is written once.
 
-One that shares no memory is written by value. Of several that overlap, the first has their memory,
-and the others say where they lie in it; or all say where they lie in a neighbour that is saved
-elsewhere, such as a parameter.
+One that shares no memory is written by value. Of several that overlap, the first has the memory,
+and the others are places in it; or all are places in a neighbour that is saved elsewhere, such as a
+parameter.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _geometry(view: View, begin: int) -> dict[str, Any]:
         if offset % part.element_size():
             raise StateError(
                 f"{view.path} cannot be saved: it shares memory with an array at an address that "
-                "is no multiple of its elements. Copy one of them."
+                "is not a multiple of its element size. Copy one of them."
             )
         strides = [*part.stride()]
     else:

@@ -141,7 +141,7 @@ class RowFile:
         _LOGGER.warning(text, self._path, files.rename_aside(self._path))
 
     def _holds_no_row(self) -> bool:
-        """Whether the file contains at most its header, possibly cut off by a kill."""
+        """Return whether the file contains at most its header, possibly cut off by a kill."""
         if self._path.stat().st_size > len(self._header):
             return False
         return self._header.startswith(self._path.read_bytes())

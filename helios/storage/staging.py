@@ -136,7 +136,7 @@ class WriterThread:
         pins: whether what it writes is on CUDA devices.
 
     Attributes:
-        buffers: the memory of the copies; ``None`` where nothing is copied.
+        buffers: the memory of the copies; ``None`` if nothing is copied.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class WriterThread:
         self._is_idle.set()
 
     def copying(self, make: Callable[[HostBuffers | None], Result]) -> Result:
-        """Return what a function makes, with copies if memory allows; else it gets ``None``."""
+        """Return the result of a function, which gets buffers, or ``None`` if memory is short."""
         if self.buffers is not None:
             try:
                 return make(self.buffers)

@@ -142,7 +142,7 @@ class TensorboardWriter:
             self._newest_steps[tag] = global_step
 
     def has_point(self, tag: str, global_step: int) -> bool:
-        """Whether ``global_step`` is the step of the last point added to the curve ``tag``."""
+        """Return whether ``global_step`` is the step of the last point of the curve ``tag``."""
         return self._newest_steps.get(tag) == global_step
 
     def add_scalars(self, *args: Any, **kwargs: Any) -> None:

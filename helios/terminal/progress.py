@@ -1,7 +1,7 @@
 """Shows the progress of a run: bars on a terminal, and lines of the log, which need no terminal.
 
 A display listens to the iterations. That takes a fraction of a microsecond, because losses are read
-at intervals only. Beside bars, lines are written to the log file only.
+at intervals only. With bars, lines are written to the log file only.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _LINE_SECONDS = 30.0
 
 
 class Display(IterationListener):
-    """Shows nothing; the base of what shows the progress of a run.
+    """Shows nothing; the base of displays of a run's progress.
 
     Attributes:
-        viewers: what shows mean losses on its own, at times of its own, once training has begun.
+        viewers: the viewers of mean losses, each with its own window, once training has begun.
     """
 
     viewers: tuple[Viewer, ...] = ()
@@ -49,7 +49,7 @@ class ProgressDisplay(Display):
 
     EPOCH unit has two bars, for epochs and for steps of the current epoch; ITERATION unit has one,
     for steps. A validation or test adds one for its batches. A line is written at each multiple of
-    ``print_frequency``, or every 30 seconds; beside bars, to the log file only.
+    ``print_frequency``, or every 30 seconds; with bars, to the log file only.
 
     Args:
         has_bars: whether to show bars where there is a terminal.
@@ -111,7 +111,7 @@ class ProgressDisplay(Display):
         return total if total >= self._step_in_epoch else None
 
     def iteration_ended(self, iteration: Iteration) -> None:
-        """Count an iteration; reads the losses only where it shows them."""
+        """Count an iteration; reads the losses only if it shows them."""
         if self._schedule is None or self._bars is None:
             return
         state, losses, logged = iteration.state, iteration.loss_means, iteration.logged
@@ -263,7 +263,7 @@ class Bars:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Whether a stream is a terminal with room for bars; some terminals report 0 columns."""
+    """Return whether a stream is a terminal with room for bars; some terminals report 0 columns."""
     try:
         return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
     except OSError:

@@ -3,7 +3,7 @@
 :class:`RootLogger` connects the standard logger named ``helios``, so all messages that modules of
 the package log through ``logging.getLogger(__name__)`` are written to the terminal and the file. A
 user who has configured logging decides where they go.
-The ``*_default_loggers`` functions manage the pair that a training uses.
+The ``*_default_loggers`` functions manage the pair that a run uses.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Tuned:
         return logging.INFO if is_default else self._root.level
 
     def _is_shown(self, record: logging.LogRecord) -> bool:
-        """Whether a record passes the level that its logger would have without the log file."""
+        """Return whether a record passes the level that its logger has without a log file."""
         logger: logging.Logger | None = logging.getLogger(record.name)
         while logger is not None and logger is not self.logger:
             if logger.level:
@@ -135,9 +135,9 @@ class _Tuned:
 class RootLogger:
     """Connects the logger named ``helios`` with the screen and a log file.
 
-    It obeys level, handlers and propagation: a handler for the screen is added only if neither it
-    nor the standard library's root logger has one. Without a level the screen has INFO, or what the
-    root logger says if that is configured, and the log file has INFO. Ranks other than 0 log errors
+    It respects level, handlers and propagation: a handler for the screen is added only if neither
+    it nor the standard library's root logger has one. Without a level the screen has INFO, or the
+    level of a configured root logger, and the log file has INFO. Ranks other than 0 log errors
     only, and their lines contain the rank, e.g. ``rank 2 of 4``.
 
     Args:
@@ -237,7 +237,7 @@ class RootLogger:
 
 
 class _Default:
-    """Holder of the pair of loggers that a training uses, one pair per process."""
+    """Holder of the pair of loggers that a run uses, one pair per process."""
 
     root: RootLogger | None = None
     tensorboard: TensorboardWriter | None = None

@@ -23,7 +23,7 @@ _NAMES = {
 _VERBS = {
     Verb.EMIT: "all receivers are called",
     Verb.ASK: "all receivers are called; the result is True if any of them returns True",
-    Verb.TRANSFORM: "the one plugin that overrides it maps the batch; a second one is an error",
+    Verb.TRANSFORM: "one plugin may override it and return another batch; a second one is an error",
     Verb.CALL: "not an event, but a method that does the work; listed for its place in the order",
 }
 _AS = re.compile(r"``(\w+)``\s+for\s+``(\w+)``")
@@ -62,33 +62,33 @@ teardown()
 """
 
 _INTRODUCTION = """\
-# Events
+# Events and hooks
 
 *Read first: [Your first run](start.md).*
 
 To receive an event, define a method with its name and arguments in a plugin, the model, the data
 module or the engine; the table shows which of them receive it. They are called from left to right,
-plugins in the order of their registration, for end events as well. *Monitors* are plugins with
+plugins in the order of their registration, also for end events. *Monitors* are plugins with
 `monitor = True`. A method with other arguments raises an error before the first step.
 
 - An exception in a plugin ends the run like any other; only `StopIteration` from
   `on_training_step_start` or `on_training_batch_start` ends the epoch instead.
-- Steps may leave out the arguments in brackets: `train_step(self, batch)`. Methods that also take
+- Steps may omit the arguments in brackets: `train_step(self, batch)`. Methods that also take
   `dataloader_idx` get the number of the loader.
-- Arguments named `state` are the live `TrainingState`: copy what you keep. `current_epoch` counts
-  from 1, `validation_cycle` and `step` from 0.
+- Arguments named `state` are the live `TrainingState`: copy values that you keep. `current_epoch`
+  counts from 1, `validation_cycle` and `step` from 0.
 - Channels are the scopes of [hook contexts](extending.md#hook-contexts).
-- `self.context.log` emits `on_log` immediately. Losses come as means over the iterations since the
-  last `should_log`, over micro-batches and replicas.
-- With [several replicas](extending.md#several-replicas), steps, `process_*_batch` and the events of
-  forward and backward occur once for each replica that a process runs.
+- `self.context.log` emits `on_log` immediately. Losses are means over the iterations since the last
+  `should_log`, over micro-batches and replicas.
+- With [several replicas](extending.md#several-replicas), steps, `process_*_batch` and the hooks of
+  forward and backward are called once for each replica that a process runs.
 
 `scripts/make_golden.py` generates this page from `helios/hooks/events.py` and the docstrings of
 `Trainer`.
 
-## Words
+## Counters
 
-| word | meaning | number, from 0 |
+| term | meaning | number, from 0 |
 |---|---|---|
 | iteration, micro-step | one batch for each replica | `global_micro_step_id` |
 | window | the `accumulation_steps` iterations of an update | `window_index` inside of it |
@@ -99,7 +99,7 @@ The counters of `TrainingState` count from 1: `global_iteration` iterations, `gl
 and `current_iteration` steps in a run that counts steps, iterations in one that counts epochs.
 """
 
-_READ_ONLY = "Everything else is read only: an assignment to it raises a `ReadOnlyError`."
+_READ_ONLY = "Everything else is read-only: an assignment raises a `ReadOnlyError`."
 
 
 def _changes() -> str:
@@ -155,17 +155,17 @@ def _pass(verb: str) -> tuple[Node, ...]:
 
 
 _FIT_TEXT = """\
-Epochs are counted with `train_unit="epoch"`, steps with `train_unit="iteration"`. After an
+A run counts epochs with `train_unit="epoch"`, steps with `train_unit="iteration"`. After an
 exception, only the calls below `finally` follow."""
 _INTERRUPTION_TEXT = """\
 After `context.interrupt`, a signal, or a time limit, the run ends at the next safe point, and `fit`
-raises `helios.Interrupted` when all is torn down. By epochs, that safe point is the end of the
-epoch if its last batch has been reached; otherwise, and by steps, it is the end of a window. These
-calls follow the last event of the window:"""
+raises `helios.Interrupted` at the end of its teardown. If the run counts epochs and has reached the
+last batch of one, that safe point is the end of the epoch; otherwise it is the end of a window.
+These calls follow the last event of the window:"""
 _RESUME_TEXT = """\
-The start of an epoch is not emitted again if the run resumes inside it; by steps, the end of the
-epoch comes first if the checkpoint was saved after its last batch. From then on, the events are
-those of an uninterrupted run."""
+The start of an epoch is not emitted again if the run resumes inside it. If the run counts steps and
+the checkpoint was saved after the last batch of an epoch, the end of that epoch comes first. From
+then on, the events are those of an uninterrupted run."""
 _GENERATOR_TEXT = """\
 These events occur between `on_training_batch_start` and `on_training_batch_end`; the step itself
 continues from yield to yield."""
@@ -180,7 +180,7 @@ def _sequences() -> str:
         ("After an interruption", _INTERRUPTION_TEXT, parse(INTERRUPTION)),
         ("A step that is a generator", _GENERATOR_TEXT, parse(GENERATOR)),
     )
-    head = "\n## Order of calls\n\n`if` marks what may happen, `for each` what is repeated.\n"
+    head = "\n## Order of calls\n\n`if` marks calls that may happen, `for each` repeated calls.\n"
     return head + "".join(_sequence(*part) for part in parts)
 
 

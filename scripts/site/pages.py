@@ -38,7 +38,7 @@ API: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "core": ("Utilities", (), ("helios.core",)),
 }
 _INTRO = {
-    "model": "Beside these methods, a model may override the [events](../hooks.md).",
+    "model": "Besides these methods, a model may override the [events](../hooks.md).",
     "plugins": "[Plugins](../plugins.md) shows how to use them. They may override the "
     "[events](../hooks.md).",
     "data": "[Data](../data.md) has examples.",
@@ -47,6 +47,7 @@ _INTRO = {
     "ledger": "[The ledger and replay](../ledger.md) has examples.",
     "sweep": "[Sweeps](../recipes/sweeps.md) has an example.",
 }
+_RARELY_SEARCHED = ("architecture.md", "changelog.md", "design.md")
 _AT_THE_TOP = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 
@@ -187,9 +188,14 @@ def follow_links(text: str, path: str, site: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let the links of pages that are written by hand lead to pages of the site."""
+    """Let links of handwritten pages lead to pages of the site, and the search find those first."""
     site = page.file.src_uri
-    if site.startswith(("api/", "sources/")):
+    if site.startswith("sources/"):
+        page.meta["search"] = {"exclude": True}
+        return markdown
+    if site.startswith("api/") or site in _RARELY_SEARCHED:
+        page.meta["search"] = {"boost": 0.3}
+    if site.startswith("api/"):
         return markdown
     path = next((path for path, top in _AT_THE_TOP.items() if top == site), f"docs/{site}")
     return follow_links(markdown, path, site)

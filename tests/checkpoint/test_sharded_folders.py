@@ -305,7 +305,7 @@ def read_beyond_the_end(index: Index) -> None:
         (lie_about_the_size, "lacks rows"),
         (leave_rows_out, "lacks rows"),
         (overlap, "lacks rows"),
-        (read_before_the_file, "no number"),
+        (read_before_the_file, "not a number"),
         (read_beyond_the_end, "too short"),
     ],
 )

@@ -146,7 +146,7 @@ def test_a_batch_that_ends_every_worker_is_named(
     assert "was ended by SIGKILL" in line
     assert line.endswith("New workers take their place.")
     text = str(caught.value)
-    assert "They did not fetch batch 4 of epoch 1 with the samples [8, 9]. See" in text
+    assert "They did not fetch batch 4 of epoch 1 with the samples [8, 9]. Find" in text
     assert text.count("SIGKILL") == 3
     batches.close()
     assert multiprocessing.active_children() == []
@@ -287,7 +287,7 @@ def test_a_loader_of_the_users_without_a_state_is_an_error(tmp_path: Path) -> No
     data = Fatal(tmp_path, {9: (stuck_workers.die, 1)})
     loader = DataLoader(data, 2, num_workers=2, multiprocessing_context="fork")
     batches = open_source(loader, None, run_seed=7, purpose=FETCH).batches(0)
-    with pytest.raises(WorkerError, match=r"SIGKILL.*only the DataLoader, which has no state.*"):
+    with pytest.raises(WorkerError, match=r"SIGKILL.*because the DataLoader has no state"):
         list(batches)
     batches.close()
 

@@ -260,5 +260,5 @@ def test_a_script_without_a_main_guard_is_explained_once(tmp_path: Path) -> None
     )
     code, _, log = start(script=script)
     assert code == 1
-    assert log.count("must start its training below the line") == 1
+    assert log.count("must start training below the line") == 1
     assert "Starting all ranks again" not in log

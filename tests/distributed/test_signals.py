@@ -170,7 +170,7 @@ def test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued(
 def test_a_signal_to_the_launcher_reaches_all_ranks(whole: Bits, tmp_path: Path) -> None:
     options = ("--at", "on_validation_batch_start", "--iteration", 4, "--rank", 1, "--to", "parent")
     log = interrupt(tmp_path / "run", *options, "--send", int(signal.SIGUSR1))
-    assert log.count("SIGUSR1 was received: the training saves and ends at the next") == 1
+    assert log.count("SIGUSR1 was received: the run saves and ends at the next") == 1
     assert log.count("The training was interrupted: SIGUSR1 was received.") == 1
     assert "Traceback" not in log
     assert newest(tmp_path / "run")[1] >= 5

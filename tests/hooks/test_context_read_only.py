@@ -71,7 +71,7 @@ SHOWN: list[Any] = []
 
 
 WAYS: dict[str, tuple[str, Callable[..., Any], Callable[[Any], bool]]] = {
-    "map the batch": (
+    "replace the batch": (
         "process_training_batch",
         lambda context, batch, state: 4.0,
         lambda parts: parts.model.weight == -4 - 2,

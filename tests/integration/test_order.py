@@ -1,4 +1,4 @@
-"""What a call refuses, reads, locks, cuts and writes has one order, which docs/order.md shows."""
+"""What a call refuses, reads, locks, cuts and writes is ordered as in golden/call_order.md."""
 
 from __future__ import annotations
 

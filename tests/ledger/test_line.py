@@ -28,7 +28,7 @@ def test_a_line_that_does_not_follow_is_refused(chain: str) -> None:
 def test_a_line_that_is_cut_off_is_refused() -> None:
     data, _ = seal('{"at":[1,2,3]', "")
     for size in range(len(data)):
-        with pytest.raises(LedgerError, match="cut off"):
+        with pytest.raises(LedgerError, match="is truncated"):
             unseal(data[:size], "")
 
 

@@ -108,9 +108,9 @@ def test_a_run_that_has_ended_has_the_line_of_its_end(ledger: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "what"),
     [
-        ('{"x":1', "lacks what a line of a ledger has"),
-        ('{"at":[1]', "lacks what a line of a ledger has"),
-        ('{"at":null', "lacks what a line of a ledger has"),
+        ('{"x":1', "lacks entries of a line of a ledger"),
+        ('{"at":[1]', "lacks entries of a line of a ledger"),
+        ('{"at":null', "lacks entries of a line of a ledger"),
         ("at", "is not JSON"),
     ],
 )

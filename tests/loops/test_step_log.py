@@ -146,3 +146,20 @@ def test_outside_of_a_step_the_error_names_what_logs_there() -> None:
         helios.Trainer(max_epochs=1, use_cpu=True).fit(Early(), make_data())
     with pytest.raises(UsageError, match=r"self\.context\.log"):
         Net().log("never", 1.0)
+
+
+def test_a_log_of_ones_own_counts_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class Own(helios.Model):
+        def setup(self) -> None:
+            self.net = nn.Linear(1, 1)
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-5)
+            self.log: Any = print
+
+        def train_step(self, batch: Any) -> Any:
+            self.log("hello", end="")
+            return self.net(batch[:, None]).square().mean()
+
+    assert helios.Trainer(max_epochs=1, use_cpu=True).fit(Own(), make_data())
+    said = capsys.readouterr()
+    assert "hello" in said.out
+    assert said.err.count("Own overrides log") == 1

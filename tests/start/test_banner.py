@@ -59,7 +59,7 @@ def fit(folder: Path, epochs: int, **options: Any) -> None:
 def starts(shown: str) -> list[str]:
     """Return the lines before the end of the training, without those of the model's units."""
     lines = shown.partition("Training has ended")[0].splitlines()[:-1]
-    return [line for line in lines if "computed again in backward" not in line]
+    return [line for line in lines if "recomputed in backward" not in line]
 
 
 @pytest.mark.parametrize("print_banner", [True, False])

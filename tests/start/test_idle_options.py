@@ -89,7 +89,7 @@ def test_a_rule_for_the_best_without_validations_is_named(
 ) -> None:
     best = BestRule("loss", "max")
     said = warnings_of(caplog, schedule=schedule, rule=best, has_validation=has_validation)
-    assert said.startswith("There is no validation, so nothing finds the score 'loss'")
+    assert said.startswith("There is no validation that computes the score 'loss'")
     assert "There is no validation data" not in said
     assert warnings_of(caplog, rule=best) == ""
 

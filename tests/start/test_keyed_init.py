@@ -335,7 +335,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 def test_what_setup_writes_outside_of_initializers_is_refused_by_name(
     write: Callable[[Tensor], Any],
 ) -> None:
-    with pytest.raises(UsageError, match=r"net\.inner\.weight: .* all that setup writes to it"):
+    with pytest.raises(UsageError, match=r"net\.inner\.weight: .* repeat the writes of setup"):
         set_up(with_net(lambda: WritingInside(write)))
 
 

@@ -24,7 +24,7 @@ from tests.support.models import Fitting
 from tests.support.ranks import run_ranks
 
 REASON = (
-    "its state does not bring back the next batch: its state_dict() must hold everything that the "
+    "its state does not restore the next batch: its state_dict() must hold everything that the "
     "next batch depends on"
 )
 
@@ -137,7 +137,7 @@ def test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere(
     fit(tmp_path, Buffered)
     shown = capsys.readouterr().err
     assert f"reproducibility: incomplete (lacks {LOST})" in shown
-    assert "WARNING - The state of Buffered does not bring back the next batch" in shown
+    assert "WARNING - The state of Buffered does not restore the next batch" in shown
     first, second = sidecars(tmp_path)
     for sidecar in (first, second):
         assert (sidecar["level"], sidecar["claims"]) == ("incomplete", [])
@@ -162,7 +162,7 @@ def test_fit_warns_once_when_it_loads_an_incomplete_checkpoint(
     shown = capsys.readouterr().err
     (told,) = [line for line in shown.splitlines() if " - WARNING - " in line]
     assert f"The checkpoint of iteration 4 is incomplete: it lacks {LOST}." in told
-    assert "There the resumed run is as setup() makes it" in told
+    assert "There, the resumed run has the values of setup()" in told
     assert 'on_incomplete="raise"' in told
     assert f"reproducibility: incomplete (lacks {LOST})" in shown
     newest = sidecars(tmp_path)[-1]

@@ -90,7 +90,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     set_gpus(monkeypatch, 2)
     with pytest.raises(ArgumentError, match=r"at most the number of GPUs.* got 3"):
         _count(make(nproc=3), _ALONE)
-    with pytest.raises(ArgumentError, match=r"or 1 with an engine of your own"):
+    with pytest.raises(ArgumentError, match=r"or 1 with your own engine"):
         _count(make(nproc=2, engine=Engine("cuda:1")), _ALONE)
 
 

@@ -70,7 +70,7 @@ def test_an_event_that_the_class_does_not_receive_is_named(
     base: Any, name: str, receivers: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (message,) = warnings_of(type("Own", (base,), {name: nothing})(), caplog)
-    assert message == f"Own.{name} is never called by Helios: only {receivers} can have it."
+    assert message == f"Own.{name} is never called by Helios: only {receivers} may define it."
 
 
 def test_what_is_the_users_own_is_not_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -44,7 +44,7 @@ _REBUILT = {
     "another activation": (_activate, "net.2 (ReLU after setup, a new GELU now)", None),
     "another size": (
         _widen,
-        "optimizer (updates what no attribute of the model holds: net.3.bias (old), "
+        "optimizer (updates tensors that no attribute of the model holds: net.3.bias (old), "
         "net.3.weight (old))",
         r"net\.3\.weight",
     ),

@@ -2,7 +2,7 @@
 
 Each call is played in a child process. An audit hook sees each file that is opened, listed, renamed
 or removed, whoever does it; helpers of ``storage`` are wrapped for what it does not see.
-``docs/order.md`` holds what was recorded.
+``tests/golden/call_order.md`` holds what was recorded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from helios.terminal.root_logger import get_tensorboard_writer
 from tests.support.kills import kill_self, run_in_child
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "order.md"
+PAGE = ROOT / "tests" / "golden" / "call_order.md"
 SAVED, LAST = 2, 4
 
 _CHANGING = {
