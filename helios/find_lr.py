@@ -6,6 +6,7 @@ that grow exponentially.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -310,8 +311,13 @@ def _without_trace(
     # What the model has found of itself refers to objects by identity, and stays as it is.
     unused = Discovery(model, exclude=internals_of(model), unsaved=model.unsaved)
     vars(model)["_discovery"] = unused
+    logger = logging.getLogger("helios")
+    level = logger.level
+    # What a search would log of schedulers and of its end is not about the run.
+    logger.setLevel(max(level, logging.WARNING))
     with rng.stream(rng.key(0, "find_lr")):
         try:
             yield
         finally:
+            logger.setLevel(level)
             backup.restore()

@@ -194,6 +194,16 @@ def test_a_search_leaves_no_trace(
     assert plugin.num_seen == 0
 
 
+def test_a_search_says_nothing_of_schedulers_and_of_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    assert len(make_trainer().find_lr(Net(), Data(), lowest=1e-3, highest=1e6).rates) < 100
+    assert caplog.messages == []
+    make_trainer().fit(Net(), Data())
+    assert any("Schedulers step" in text for text in caplog.messages)
+
+
 def test_a_run_after_a_search_has_the_same_files(tmp_path: Path) -> None:
     ledgers = []
     for name in ("searched", "plain"):

@@ -178,6 +178,7 @@ class Run:
         listeners: notified of an error that ends the call.
         describe_rescue: returns what an error leaves to the user, as sentences.
         fresh: what a training starts with, before anything is loaded.
+        horizon: what ``setup`` was told of the length of the run.
         is_rank: whether this process was started for the call by one that has prepared the data,
             and that needs the state at the end.
         collected: that state, packed; ``None`` before the regular end.
@@ -295,6 +296,7 @@ class Run:
         self.settings = ExitStack()
         self.fresh: dict[str, Any] = {}
         self.leaves_weights = False
+        self.horizon: dict[str, int | None] = {}
         self.owners = Owners()
 
     def _make_bus(self) -> Bus:
@@ -483,7 +485,8 @@ class Run:
         if self.trained is not None:
             trained = dataclasses.replace(trained, end=self.trained.end)
         on_cpu = move_to_device(trained, torch.device("cpu"))
-        self.collected = pack_by_value(on_cpu, "The state of model and plugins")
+        packed = on_cpu, self.horizon
+        self.collected = pack_by_value(packed, "The state of model and plugins")
 
     def leave(self, obstacle: str, end: Record) -> None:
         """Describe how a training leaves its model, for evaluations in this process.
@@ -651,12 +654,13 @@ class Run:
             self.model,
             run.limits,
             self._open_trained_source,
+            horizon=self.horizon,
             is_loaded_next=is_resumed and not makes_base,
         )
         with context.given():
             again = build_networks(self.model, self.engine, run, is_inference=is_inference)
         self.settings.enter_context(again)
-        self.leaves_weights = context.leaves_weights
+        self.leaves_weights, self.horizon = context.leaves_weights, context.horizon
         if not is_inference:
             set_train_mode(self.model, warns=not is_resumed)
         check_batch_processor(self.model, is_inference=is_inference)

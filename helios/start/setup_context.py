@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar, TypeAlias, final
 
@@ -46,11 +46,13 @@ class SetupContext:
         model: the model.
         schedule: the options of the run.
         open_source: opens the training data; ``None`` if there is none, or nothing is trained.
+        horizon: what the start that wrote the checkpoint was told of the length of the run.
         is_loaded_next: whether the state of a checkpoint replaces what ``setup`` makes.
 
     Attributes:
         current: the set-up that runs in this process; ``None`` outside one.
         model: as given.
+        horizon: what was asked for, by the name of the property.
         is_loaded_next: as given.
     """
 
@@ -62,9 +64,11 @@ class SetupContext:
         schedule: Schedule,
         open_source: Callable[[], Source | None],
         *,
+        horizon: Mapping[str, int | None],
         is_loaded_next: bool,
     ) -> None:
         self.model, self.is_loaded_next = model, is_loaded_next
+        self.horizon = dict(horizon)
         self._schedule, self._open_source = schedule, open_source
         self._device = torch.get_default_device()
         self._loaded: list[Model | nn.Module] = []
@@ -146,15 +150,15 @@ class SetupContext:
 
     @property
     def num_steps(self) -> int | None:
-        """As :attr:`helios.Context.num_steps`; ``None`` in an evaluation."""
-        return self._count(count_steps)
+        """As :attr:`helios.Context.num_steps`; in an evaluation, as the checkpoint knows it."""
+        return self._count("num_steps", count_steps)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """As :attr:`helios.Context.steps_per_epoch`; ``None`` in an evaluation."""
-        return self._count(count_steps_per_epoch)
+        """As :attr:`helios.Context.steps_per_epoch`; in an evaluation, as for the other one."""
+        return self._count("steps_per_epoch", count_steps_per_epoch)
 
-    def _count(self, count: Callable[[Schedule, Source], int | None]) -> int | None:
+    def _count(self, name: str, count: Callable[[Schedule, Source], int | None]) -> int | None:
         states = rng.read_states()
         try:
             # Inside it, keyed initialization builds without values; data has values.
@@ -163,4 +167,6 @@ class SetupContext:
         finally:
             # What setup draws next does not depend on who asks.
             rng.load_states(states)
-        return None if source is None else count(self._schedule, source)
+        if source is not None:
+            self.horizon[name] = count(self._schedule, source)
+        return self.horizon.get(name)

@@ -342,7 +342,7 @@ def _define(run: Run, origin: Origin, declared: Declared, source: Source) -> Def
     identity |= {"fingerprint": source.description.get("fingerprint")}
     changes = compare_fresh(run, origin, declared)
     options = identity | limits(run.options) | {"params": declared.params}
-    options |= changes.options
+    options |= changes.options | ({"horizon": run.horizon} if run.horizon else {})
     return Definition(identity, declared.params, changes, options)
 
 
