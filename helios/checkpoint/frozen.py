@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from helios.core.utils import parameters_of
+from helios.core.wrappers import BareNames
 from helios.errors import CheckpointError, RunMismatchError, UsageError
 from helios.model.model import Model
 from helios.state.networks import Network, is_odd
@@ -26,6 +27,10 @@ _KEY = "frozen"
 """The entry of a model's state with the digests of what is left out."""
 
 _SHOWN = 4
+_MUST_REPEAT = (
+    'CheckpointStore(frozen="reference") leaves them out of checkpoints, so each start must make '
+    "the same: load the same file, and draw no random numbers but from torch."
+)
 
 
 def references_of(state: object) -> Mapping[str, str] | None:
@@ -45,12 +50,17 @@ class FrozenWeights:
 
     Args:
         model: the model, after its setup and before anything is loaded.
+        before: the digests of what its setup has made the time before; ``None`` if it is not known.
+
+    Attributes:
+        digests: those of what is frozen, by name.
 
     Raises:
-        UsageError: for a model with a ``state_dict`` of its own.
+        UsageError: for a model with a ``state_dict`` of its own, or a setup that makes something
+            else each time.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, before: Mapping[str, str] | None = None) -> None:
         if type(model).state_dict is not Model.state_dict:
             raise UsageError(
                 f'CheckpointStore(frozen="reference") must be omitted with {type(model).__name__}, '
@@ -58,9 +68,15 @@ class FrozenWeights:
             )
         self._model = model
         self._sums: dict[str, int] = {}
-        self._digests: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
         for _, _, name, tensor in _frozen_tensors(model):
-            self._sums[name], self._digests[name] = tensor_sum(tensor), digest_of(tensor)
+            self._sums[name], self.digests[name] = tensor_sum(tensor), digest_of(tensor)
+        items = set() if before is None else before.items() ^ self.digests.items()
+        if items:
+            raise UsageError(
+                f"setup() of {type(model).__name__} makes other frozen weights each time: "
+                f"{_some(sorted({name for name, _ in items}))}. {_MUST_REPEAT}"
+            )
 
     def keep(self, names: Mapping[str, str] | None) -> None:
         """Save what a checkpoint holds, also in the next ones.
@@ -69,19 +85,19 @@ class FrozenWeights:
             names: the digests in that checkpoint; ``None`` if it holds everything.
         """
         if names is not None:
-            self._digests = {x: digest for x, digest in self._digests.items() if x in names}
+            self.digests = {x: digest for x, digest in self.digests.items() if x in names}
 
     def leave_out(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state of the model without what is frozen and unchanged."""
         objects, kept = dict(state["objects"]), dict[str, str]()
         for path, key, name, tensor in _frozen_tensors(self._model):
-            if name in self._digests and tensor_sum(tensor) == self._sums[name]:
+            if name in self.digests and tensor_sum(tensor) == self._sums[name]:
                 if objects[path] is state["objects"][path]:
                     # With the versions of its modules.
                     objects[path] = copy.copy(objects[path])
                 del objects[path][key]
-                kept[name] = self._digests[name]
-        self._digests = kept
+                kept[name] = self.digests[name]
+        self.digests = kept
         return {**state, "objects": objects, _KEY: dict(kept)}
 
 
@@ -98,9 +114,11 @@ def _frozen_tensors(model: Model) -> Iterator[tuple[str, str, str, Tensor]]:
 
 def _tensors_of(model: Model) -> Iterator[tuple[str, str, Tensor]]:
     for path, module in model.discovery.saved_modules().items():
-        network = Network(module)
-        for key, _, _, tensor in [] if is_odd(network) else network.tensors:
-            if not is_lazy(tensor) and is_dense(tensor):
+        if is_odd(Network(module)):
+            continue
+        # Under all names of a module that several share.
+        for key, tensor in BareNames(module).strip(module.state_dict(keep_vars=True)).items():
+            if isinstance(tensor, Tensor) and not is_lazy(tensor) and is_dense(tensor):
                 yield path, key, tensor
 
 
@@ -133,9 +151,7 @@ def complete(state: dict[str, Any], model: Model) -> dict[str, Any]:
         what = "does not make" if lacking else "makes with other values"
         raise RunMismatchError(
             f"The checkpoint refers to frozen weights that setup() of {type(model).__name__} "
-            f"{what}: {_some(lacking or sorted(other))}. "
-            'CheckpointStore(frozen="reference") has left them out, so each start must make the '
-            "same: load the same file, and draw no random numbers but from torch."
+            f"{what}: {_some(lacking or sorted(other))}. {_MUST_REPEAT}"
         )
     for name in digests:
         path, key, tensor = found[name]
@@ -154,7 +170,8 @@ def require_whole(state: object, place: object) -> None:
         raise CheckpointError(
             f"{place} refers to frozen weights, which it does not hold: {_some([*digests])}. Only "
             "fit, validate, test and predict can use it, with the model whose setup() makes them. "
-            'Train a step without CheckpointStore(frozen="reference") to save everything.'
+            "helios export --trained writes the rest. Train a step without "
+            'CheckpointStore(frozen="reference") to save everything.'
         )
 
 

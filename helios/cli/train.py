@@ -9,6 +9,7 @@ import argparse
 import ast
 import difflib
 import importlib
+import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +94,8 @@ def _run(
         call = _prepare(*find(), words, program, defaults)
     except HeliosError as error:
         _end(program, error, _WRONG_USAGE)
+    logger = logging.getLogger("helios.start.changes")
+    logger.addFilter(_reword)
     try:
         return call()
     except (ArgumentError, CheckpointError) as error:
@@ -100,6 +103,14 @@ def _run(
         if isinstance(error, ArgumentError) and not str(error).startswith("Trainer"):
             raise
         _end(program, error, _REFUSED)
+    finally:
+        logger.removeFilter(_reword)
+
+
+def _reword(record: logging.LogRecord) -> bool:
+    """Let a warning of what has changed name options, too."""
+    record.msg, record.args = _in_options(record.getMessage()), ()
+    return True
 
 
 def _end(program: str, error: Exception, code: int) -> NoReturn:
@@ -203,7 +214,7 @@ def _create_trainer(given: Given, *, is_fit: bool) -> Trainer:
 
 
 _OPTION = re.compile(r"Trainer\((\w+)=\.\.\.\)")
-_ALLOWED = re.compile(r"Trainer\(allow_changes=(\(.*?\))\)")
+_ALLOWED = re.compile(r"Trainer\(allow_changes=(\(.*?\))\)|\ballow_changes=(\(.*?\))")
 _VALUE = re.compile(r"(?:Trainer\()?\b(\w+)=(['\"]?)([^\s()'\"]+?)\2\)?(?=[.,;:]?(?:\s|$))")
 
 
@@ -222,7 +233,7 @@ def _in_options(text: str) -> str:
         return f"--trainer.{found[1]} {found[3]}" if found[1] in ROWS else found[0]
 
     def allow(found: re.Match[str]) -> str:
-        names = ast.literal_eval(found[1])
+        names = ast.literal_eval(found[1] or found[2])
         return " ".join(f"--trainer.allow_changes+={name}" for name in names)
 
     return _VALUE.sub(name_value, _ALLOWED.sub(allow, _OPTION.sub(r"--trainer.\1", text)))

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from helios.backup import Backup
+from helios.checkpoint.frozen import FrozenWeights
+from helios.core import rng
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.bus import signature_of
@@ -24,6 +27,8 @@ from helios.sharding.requirements import check_checkpointable, check_shardable
 from helios.sharding.units import Unit, find_in_networks, find_units
 from helios.start.keyed_init import KeyedInit
 from helios.start.options import Options
+from helios.state.discovery import Discovery
+from helios.state.owners import internals_of
 from helios.state.steps import check_alike
 
 _LOGGER = logging.getLogger(__name__)
@@ -77,6 +82,18 @@ def build_networks(
         replicas.compare(partial(check_alike, discovery))
         engine._shard(discovery.modules(), discovery.optimizers(), units)
     return recomputed({} if is_inference else _find_checkpointed(model, named))
+
+
+def try_base(model: Model, build: Callable[[], object]) -> dict[str, str]:
+    """Return the digests of the frozen weights that a set-up makes, and undo it."""
+    backup, states = Backup([model]), rng.read_states()
+    # The model's own one refers to objects by identity.
+    vars(model)["_discovery"] = Discovery(model, exclude=internals_of(model), unsaved=model.unsaved)
+    build()
+    digests = FrozenWeights(model).digests
+    backup.restore()
+    rng.load_states(states)
+    return digests
 
 
 def _bind_setup(model: Model, *, is_inference: bool) -> Callable[[], None]:

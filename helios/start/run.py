@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
@@ -52,6 +53,7 @@ from helios.start.model_setup import (
     build_networks,
     set_train_mode,
     take_own_processor,
+    try_base,
 )
 from helios.start.objects import (
     PluginTable,
@@ -179,6 +181,7 @@ class Run:
         describe_rescue: returns what an error leaves to the user, as sentences.
         fresh: what a training starts with, before anything is loaded.
         horizon: what ``setup`` was told of the length of the run.
+        base: the digests of frozen weights that a trial of ``setup`` has made; ``None`` without.
         is_rank: whether this process was started for the call by one that has prepared the data,
             and that needs the state at the end.
         collected: that state, packed; ``None`` before the regular end.
@@ -297,6 +300,7 @@ class Run:
         self.fresh: dict[str, Any] = {}
         self.leaves_weights = False
         self.horizon: dict[str, int | None] = {}
+        self.base: dict[str, str] | None = None
         self.owners = Owners()
 
     def _make_bus(self) -> Bus:
@@ -650,15 +654,21 @@ class Run:
         if self.engine.device.type != "cpu":
             # A trainer and its model know each other, so a run that was dropped keeps its memory.
             gc.collect()
-        context = SetupContext(
+        make_context = partial(
+            SetupContext,
             self.model,
             run.limits,
             self._open_trained_source,
             horizon=self.horizon,
             is_loaded_next=is_resumed and not makes_base,
         )
+        build = partial(build_networks, self.model, self.engine, run, is_inference=is_inference)
+        if makes_base and not is_resumed:
+            with make_context().given():
+                self.base = try_base(self.model, build)
+        context = make_context()
         with context.given():
-            again = build_networks(self.model, self.engine, run, is_inference=is_inference)
+            again = build()
         self.settings.enter_context(again)
         self.leaves_weights, self.horizon = context.leaves_weights, context.horizon
         if not is_inference:

@@ -236,7 +236,7 @@ def set_up_training(
         sanity_steps=options.sanity_steps,
         loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),
         findings=findings,
-        frozen=FrozenWeights(run.model) if has_references else None,
+        frozen=FrozenWeights(run.model, run.base) if has_references else None,
         is_replay=run.replay is not None,
         outside=ask,
         check_record=partial(_require_complete, run),

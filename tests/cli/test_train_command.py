@@ -476,6 +476,9 @@ def test_a_wrong_command_line_ends_with_2_and_a_refused_start_with_1(tmp_path: P
     assert "Traceback" not in refused.stderr
     assert "command_line.py: error: " in refused.stderr
     assert "pass --trainer.resume never" in refused.stderr
+    words = ("--model.lr=0.5", "--trainer.allow_changes+=params.model.lr", "--trainer.max_epochs=3")
+    allowed = start(*_ALONE, *_TRAINED, *words, folder=tmp_path)
+    assert "(--trainer.allow_changes+=optimizer takes the new one)" in allowed.stderr
 
 
 # --- helios train
