@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 from helios.backup import Backup
 from helios.core import rng
 from helios.core.loss_means import as_numbers
+from helios.core.utils import import_extra
 from helios.counters import TrainingState, TrainingUnit
 from helios.data.datamodule import DataModule
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError
 from helios.hooks.bus import overridden
 from helios.hooks.events import EVENTS
 from helios.launch.launcher import Launch
@@ -130,14 +131,8 @@ class LearningRates:
         Raises:
             UsageError: without matplotlib.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                "LearningRates.plot() must have matplotlib, which is not installed: "
-                "pip install 'helios-trainer[report]'."
-            ) from error
-        figure = Figure(figsize=(6.0, 3.6), layout="constrained")
+        library = import_extra("matplotlib.figure", "report")
+        figure = library.Figure(figsize=(6.0, 3.6), layout="constrained")
         axes = figure.subplots()
         axes.plot(self.rates, self.losses, alpha=0.3, label="loss")
         axes.plot(self.rates, self.smoothed, label="smoothed")

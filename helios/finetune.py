@@ -24,6 +24,7 @@ from helios.checkpoint.export import networks_of, select_weights
 from helios.checkpoint.frozen import require_whole
 from helios.core.memory import storage_of
 from helios.core.sharded_tensors import RowShare, is_sharded, value_of
+from helios.core.utils import import_extra
 from helios.core.wrappers import bare_state_dict
 from helios.errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError, UsageError
 from helios.model.model import Model
@@ -511,20 +512,14 @@ def _open_file(path: Path, stack: ExitStack) -> dict[str, _Entry]:
 
 
 def _open_safetensors(path: Path, stack: ExitStack) -> dict[str, _Entry]:
+    library = import_extra("safetensors", "safetensors")
     try:
-        from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"load_weights({str(path)!r}, ...) must have safetensors, which is not installed: "
-            "pip install 'helios-trainer[safetensors]'."
-        ) from error
-    try:
-        file: Any = stack.enter_context(safe_open(path, framework="pt"))
+        file = stack.enter_context(library.safe_open(path, framework="pt"))
         return {
             name: _Entry(tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name))
             for name in file.keys()  # noqa: SIM118 - it is no mapping
         }
-    except SafetensorError as error:
+    except library.SafetensorError as error:
         raise CheckpointError(
             f"{path} is no safetensors file, or a damaged one: {error}. Download it again."
         ) from error

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 import helios
 from helios.core import rng
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError
 from helios.find_lr import LearningRates
 from helios.storage.content_hash import fingerprint
 from tests.support.quiet import Quiet
@@ -296,19 +296,6 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     assert axes.get_xscale() == "log"
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
     assert texts == ["loss", "smoothed", f"suggestion: {found.suggestion:.2g}"]
-
-
-def test_without_matplotlib_the_error_names_the_line_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in [*sys.modules]:
-        if name.startswith("matplotlib"):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    found = LearningRates([1e-3, 1e-2], [2.0, 1.0])
-    assert found.suggestion is not None
-    with pytest.raises(UsageError, match=r"pip install 'helios-trainer\[report\]'"):
-        found.plot()
 
 
 def test_nothing_imports_it_but_a_search() -> None:

@@ -22,7 +22,6 @@ from helios.errors import (
     ArgumentTypeError,
     CheckpointError,
     HeliosError,
-    UsageError,
 )
 
 if TYPE_CHECKING:
@@ -178,14 +177,12 @@ def _read_options(
     options: Sequence[str],
     defaults: Mapping[str, Any],
 ) -> Given:
-    try:
-        from helios.cli.arguments import Arguments
-    except ModuleNotFoundError as error:
-        if error.name not in ("jsonargparse", "yaml"):
-            raise
-        raise UsageError(
-            f'{error.name} is not installed. Install it with: pip install "helios-trainer[cli]"'
-        ) from None
+    from helios.core.utils import import_extra
+
+    for name in ("jsonargparse", "yaml"):
+        import_extra(name, "cli")
+    from helios.cli.arguments import Arguments
+
     takes_checkpoint = not program.endswith(" fit")
     arguments = Arguments(program, model, data, defaults, takes_checkpoint=takes_checkpoint)
     return arguments.parse(options)

@@ -19,7 +19,7 @@ from torch import nn
 
 import helios
 from helios.cli import main
-from helios.errors import ArgumentError, ArgumentTypeError, RunMismatchError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError, RunMismatchError
 from helios.plugins import EMA, NaNGuard
 from helios.start.options import ROWS
 from tests import codebase
@@ -536,19 +536,6 @@ def test_an_error_of_user_code_keeps_its_traceback(
 
 
 # --- Without the extra.
-
-
-def test_without_the_extra_the_error_names_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in [*sys.modules]:
-        if name.partition(".")[0] == "jsonargparse" or name in (
-            *("helios.cli.arguments", "helios.cli.mistakes"),
-        ):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    with pytest.raises(UsageError, match=r'pip install "helios-trainer\[cli\]"'):
-        helios.run(Net, Data, ["fit"])
 
 
 def test_helios_itself_does_not_import_what_reads_command_lines() -> None:
