@@ -31,13 +31,13 @@ from helios.model.model import Model
 from helios.start.objects import check_made
 from helios.start.setup_context import SetupContext
 from helios.state.networks import Network, fill, is_odd
-from helios.state.optimizers import TRAINING_ONLY, load_into
+from helios.state.optimizers import load_into
 from helios.storage import codec
 from helios.storage.files import as_local_path
+from helios.text import some_text
 
 _LOGGER = logging.getLogger(__name__)
 
-_SHOWN = 6
 _OF_FOLDERS = (
     *("*model.safetensors.index.json", "*model.safetensors"),
     *("*model.bin.index.json", "*model.bin"),
@@ -80,12 +80,7 @@ class LoadedWeights:
             "of another shape": shapes,
             "skipped": self.skipped,
         }
-        return "; ".join(f"{what}: {_some(names)}" for what, names in parts.items() if names)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-    return ", ".join([*names[:_SHOWN], *more])
+        return "; ".join(f"{what}: {some_text(names)}" for what, names in parts.items() if names)
 
 
 def load_weights(
@@ -125,7 +120,8 @@ def load_weights(
         What was loaded, and what was not.
 
     Raises:
-        ArgumentError: for a URL, or a pattern with more ``*`` on the right.
+        ArgumentError: for a URL, a model with a ``load_state_dict`` of its own, or a pattern with
+            more ``*`` on the right.
         ArgumentTypeError: if ``path`` is no path, or ``module`` neither a model nor a network.
         CheckpointError: if the file cannot be used.
         StateError: if names or shapes differ, and if the model has no networks yet.
@@ -134,6 +130,11 @@ def load_weights(
     """
     if isinstance(module, Model):
         check_made(module)
+        if type(module).load_state_dict is not Model.load_state_dict:
+            raise ArgumentError(
+                f"load_weights(module=...) must be one of the networks of {type(module).__name__}, "
+                "whose own load_state_dict says what it loads, got the model. Pass e.g. self.net."
+            )
     elif not isinstance(module, nn.Module):
         raise ArgumentTypeError(
             f"load_weights(module=...) must be a Model or an nn.Module, got {module!r}."
@@ -177,9 +178,6 @@ def _load(
     *,
     is_strict: bool,
 ) -> None:
-    if isinstance(module, Model) and type(module).load_state_dict is not Model.load_state_dict:
-        _load_by_its_own(path, module, names, report)
-        return
     with ExitStack() as stack:
         found = _open(path, module, stack, share)
         target = _Target(module, path)
@@ -195,32 +193,6 @@ def _load(
         target.load({name: entries[name] for name in report.loaded})
     level = logging.INFO if report.loaded else logging.WARNING
     _LOGGER.log(level, "Weights of %s: %s.", path.name, report)
-
-
-def _load_by_its_own(path: Path, model: Model, names: _Names, report: LoadedWeights) -> None:
-    """Let a model load the state of a checkpoint by a method of its own."""
-    if names:
-        raise ArgumentError(
-            f"load_weights(rename=..., skip=...) must be omitted with {type(model).__name__}, "
-            "whose own load_state_dict says what it loads. Pass one of its networks."
-        )
-    payload = loading.load(path, model.types_for_safe_load()).payload
-    model.load_state_dict(_without_training(payload[file_names.KEY_MODEL], model), fast_init=True)
-    report.loaded = [*select_weights(payload).tensors]
-
-
-def _without_training(state: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return a state without optimizers and the like, frozen parameters, modes and gradients."""
-    if "objects" not in state:
-        return state
-    named = model.discovery.named_objects().items()
-    passed_over = {path for path, part in named if isinstance(part, TRAINING_ONLY)}
-    tables = {
-        name: {path: part for path, part in state[name].items() if path not in passed_over}
-        for name in ("objects", "inner")
-    }
-    others = ("kinds", "members", "drivers", "tables", "flags", "grads")
-    return {**state, **tables, **{name: {} for name in others}}
 
 
 class _Entry(NamedTuple):
@@ -275,10 +247,6 @@ class _Names:
         self._rename = {old: (_compile(old), new.split("*")) for old, new in rename.items()}
         self._skip = {each: _compile(each) for each in skip}
 
-    def __bool__(self) -> bool:
-        """Whether there is any pattern."""
-        return bool(self._rename or self._skip)
-
     def apply(
         self,
         found: Mapping[str, _Entry],
@@ -310,7 +278,7 @@ class _Names:
         if idle and is_strict:
             raise StateError(
                 f"load_weights({str(self._path)!r}, ...) must get patterns that match a name, but "
-                f"{', '.join(map(repr, idle))} matches none. The file has {_some([*found])}; the "
+                f"{', '.join(map(repr, idle))} matches none. The file has {some_text(found)}; the "
                 "first pattern of rename that matches a name counts, and skip is about new names. "
                 "Correct the pattern, or omit it."
             )

@@ -290,7 +290,8 @@ def test_bad_arguments_are_refused(model: Any, options: dict[str, Any], message:
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     found = LearningRates([1e-3, 1e-2, 1e-1], [2.0, 1.0, 3.0])
-    figure = found.plot(tmp_path / "rates.png")
+    figure = found.plot()
+    figure.savefig(tmp_path / "rates.png")
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
     (axes,) = figure.axes
     assert axes.get_xscale() == "log"

@@ -22,11 +22,11 @@ from helios.model.model import Model
 from helios.state.networks import Network, is_odd
 from helios.state.values import is_dense
 from helios.storage.content_hash import tensor_sum
+from helios.text import some_text
 
 _KEY = "frozen"
 """The entry of a model's state with the digests of what is left out."""
 
-_SHOWN = 4
 _MUST_REPEAT = (
     'CheckpointStore(frozen="reference") leaves them out of checkpoints, so each start must make '
     "the same: load the same file, and draw no random numbers but from torch."
@@ -75,7 +75,7 @@ class FrozenWeights:
         if items:
             raise UsageError(
                 f"setup() of {type(model).__name__} makes other frozen weights each time: "
-                f"{_some(sorted({name for name, _ in items}))}. {_MUST_REPEAT}"
+                f"{some_text(sorted({name for name, _ in items}))}. {_MUST_REPEAT}"
             )
 
     def keep(self, names: Mapping[str, str] | None) -> None:
@@ -151,7 +151,7 @@ def complete(state: dict[str, Any], model: Model) -> dict[str, Any]:
         what = "does not make" if lacking else "makes with other values"
         raise RunMismatchError(
             f"The checkpoint refers to frozen weights that setup() of {type(model).__name__} "
-            f"{what}: {_some(lacking or sorted(other))}. {_MUST_REPEAT}"
+            f"{what}: {some_text(lacking or sorted(other))}. {_MUST_REPEAT}"
         )
     for name in digests:
         path, key, tensor = found[name]
@@ -168,13 +168,8 @@ def require_whole(state: object, place: object) -> None:
     digests = references_of(state)
     if digests:
         raise CheckpointError(
-            f"{place} refers to frozen weights, which it does not hold: {_some([*digests])}. Only "
-            "fit, validate, test and predict can use it, with the model whose setup() makes them. "
-            "helios export --trained writes the rest. Train a step without "
+            f"{place} refers to frozen weights, which it does not hold: {some_text(digests)}. "
+            "Only fit, validate, test and predict can use it, with the model whose setup() makes "
+            "them. helios export --trained writes the rest. Train a step without "
             'CheckpointStore(frozen="reference") to save everything.'
         )
-
-
-def _some(names: list[str]) -> str:
-    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-    return ", ".join([*names[:_SHOWN], *more])

@@ -6,8 +6,8 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -86,14 +86,24 @@ def build_networks(
 
 def try_base(model: Model, build: Callable[[], object]) -> dict[str, str]:
     """Return the digests of the frozen weights that a set-up makes, and undo it."""
-    backup, states = Backup([model]), rng.read_states()
-    # The model's own one refers to objects by identity.
-    vars(model)["_discovery"] = Discovery(model, exclude=internals_of(model), unsaved=model.unsaved)
-    build()
-    digests = FrozenWeights(model).digests
-    backup.restore()
+    states = rng.read_states()
+    with undone(model):
+        build()
+        digests = FrozenWeights(model).digests
     rng.load_states(states)
     return digests
+
+
+@contextmanager
+def undone(model: Model, *others: object) -> Iterator[None]:
+    """Restore a model and other objects after a block; copies of tensors are in host memory."""
+    backup = Backup([model, *others], on_host=True)
+    # What the model has found of itself refers to objects by identity, and stays as it is.
+    vars(model)["_discovery"] = Discovery(model, exclude=internals_of(model), unsaved=model.unsaved)
+    try:
+        yield
+    finally:
+        backup.restore()
 
 
 def _bind_setup(model: Model, *, is_inference: bool) -> Callable[[], None]:

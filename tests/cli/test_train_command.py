@@ -188,12 +188,10 @@ _MISTAKES = {
     "--trainer.plugins+=EMA --trainer.plugins.decoy 1": "Did you mean --trainer.plugins.decay?",
     "--trainer.plugins+=EarlyStoping": "got 'EarlyStoping'. Did you mean EarlyStopping?",
     "--trainer.engine nowhere.Engine": "--trainer.engine: No module named 'nowhere'",
-    "--config typo.yaml": "There is no option --model.widht (in typo.yaml). Did you mean "
-    "--model.width?",
-    "--config wrong.yaml": "--model.width must be int, got 'wide' (in wrong.yaml).",
-    "--config section.yaml": "There is no option --modle.width (in section.yaml). Did you mean "
-    "--model.width?",
-    "--config broken.yaml": "broken.yaml: ",
+    "--config typo.yaml": "There is no option --model.widht. Did you mean --model.width?",
+    "--config wrong.yaml": "--model.width must be int, got 'wide'.",
+    "--config section.yaml": "There is no option --modle.width. Did you mean --model.width?",
+    "--config broken.yaml": "Problems parsing config: ",
     "--config none.yaml": "--config: File does not exist",
     "--trainer.params {model:1}": "must be a mapping",
     "more": "Unexpected words: more.",

@@ -47,3 +47,11 @@ def another_base_counts_as_the_same(digest_of, tensor):
 )
 def what_was_thawed_is_left_out_again(keep, frozen, names):
     return None
+
+
+@fault(
+    "helios.checkpoint.export:_leave_out_frozen",
+    f"{FROZEN}::test_an_export_of_what_is_trained_has_no_frozen_parameters",
+)
+def frozen_parameters_are_exported_too(leave_out, state):
+    return state
