@@ -6,11 +6,11 @@ that grow exponentially.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, final
 
 import numpy as np
@@ -18,26 +18,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from helios.backup import Backup
 from helios.core import rng
 from helios.core.loss_means import as_numbers
+from helios.core.utils import import_extra
 from helios.counters import TrainingState, TrainingUnit
 from helios.data.datamodule import DataModule
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError
 from helios.hooks.bus import overridden
 from helios.hooks.events import EVENTS
 from helios.launch.launcher import Launch
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
+from helios.start.model_setup import undone
 from helios.start.objects import PluginTable, check_subjects
 from helios.start.options import Options
 from helios.start.processes import choose_processes, choose_replicas
-from helios.state.discovery import Discovery
-from helios.state.owners import internals_of
 from helios.state.values import children_of, each_in
-from helios.storage import files
-from helios.storage.files import as_local_path
 
 _DIVERGED = 4.0
 """A loss of this many times the lowest one ends the search: larger rates diverge faster."""
@@ -117,26 +114,17 @@ class LearningRates:
         slopes = _smooth(np.gradient(smoothed).tolist())
         return self.rates[int(np.argmin(slopes[: len(falling)]))]
 
-    def plot(self, path: str | Path | None = None) -> Any:
+    def plot(self) -> Any:
         """Draw the losses over the rates.
 
-        Args:
-            path: also write the plot to this file; the suffix sets the format.
-
         Returns:
-            The ``Figure`` of matplotlib, which a notebook shows.
+            The ``Figure`` of matplotlib: a notebook shows it, its ``savefig`` writes it.
 
         Raises:
             UsageError: without matplotlib.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                "LearningRates.plot() must have matplotlib, which is not installed: "
-                "pip install 'helios-trainer[report]'."
-            ) from error
-        figure = Figure(figsize=(6.0, 3.6), layout="constrained")
+        library = import_extra("matplotlib.figure", "report")
+        figure = library.Figure(figsize=(6.0, 3.6), layout="constrained")
         axes = figure.subplots()
         axes.plot(self.rates, self.losses, alpha=0.3, label="loss")
         axes.plot(self.rates, self.smoothed, label="smoothed")
@@ -145,10 +133,6 @@ class LearningRates:
             axes.axvline(self.suggestion, color="black", linestyle=":", label=label)
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
         axes.legend()
-        if path is not None:
-            target = as_local_path("LearningRates.plot(path=...)", path)
-            with files.replacing(target) as partial:
-                figure.savefig(partial, format=target.suffix.removeprefix(".") or "png")
         return figure
 
 
@@ -306,12 +290,12 @@ def _without_trace(
     """Restore the objects of a run, and all generators, after a block."""
     leading = each_in(datamodule, children_of)
     data = [each for each in leading if isinstance(each, Dataset | DataLoader)]
-    backup = Backup([model, datamodule, *data, *others], on_host=True)
-    # What the model has found of itself refers to objects by identity, and stays as it is.
-    unused = Discovery(model, exclude=internals_of(model), unsaved=model.unsaved)
-    vars(model)["_discovery"] = unused
-    with rng.stream(rng.key(0, "find_lr")):
-        try:
+    logger = logging.getLogger("helios")
+    level = logger.level
+    # What a search would log of schedulers and of its end is not about the run.
+    logger.setLevel(max(level, logging.WARNING))
+    try:
+        with undone(model, datamodule, *data, *others), rng.stream(rng.key(0, "find_lr")):
             yield
-        finally:
-            backup.restore()
+    finally:
+        logger.setLevel(level)

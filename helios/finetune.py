@@ -24,19 +24,20 @@ from helios.checkpoint.export import networks_of, select_weights
 from helios.checkpoint.frozen import require_whole
 from helios.core.memory import storage_of
 from helios.core.sharded_tensors import RowShare, is_sharded, value_of
+from helios.core.utils import import_extra
 from helios.core.wrappers import bare_state_dict
 from helios.errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError, UsageError
 from helios.model.model import Model
 from helios.start.model_setup import SetupContext
 from helios.start.objects import check_made
 from helios.state.networks import Network, fill, is_odd
-from helios.state.optimizers import TRAINING_ONLY, load_into
+from helios.state.optimizers import load_into
 from helios.storage import codec
 from helios.storage.files import as_local_path
+from helios.text import some_text
 
 _LOGGER = logging.getLogger(__name__)
 
-_SHOWN = 6
 _OF_FOLDERS = (
     *("*model.safetensors.index.json", "*model.safetensors"),
     *("*model.bin.index.json", "*model.bin"),
@@ -78,12 +79,7 @@ class LoadedWeights:
             "of another shape": shapes,
             "skipped": self.skipped,
         }
-        return "; ".join(f"{what}: {_some(names)}" for what, names in parts.items() if names)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-    return ", ".join([*names[:_SHOWN], *more])
+        return "; ".join(f"{what}: {some_text(names)}" for what, names in parts.items() if names)
 
 
 def load_weights(
@@ -121,7 +117,8 @@ def load_weights(
         The names that were loaded, and those that were not.
 
     Raises:
-        ArgumentError: for a URL, or a pattern with more ``*`` on the right.
+        ArgumentError: for a URL, a model with a ``load_state_dict`` of its own, or a pattern with
+            more ``*`` on the right.
         ArgumentTypeError: if ``path`` is not a path, or ``module`` is neither a model nor a
             network.
         CheckpointError: if the file cannot be used.
@@ -131,6 +128,11 @@ def load_weights(
     """
     if isinstance(module, Model):
         check_made(module)
+        if type(module).load_state_dict is not Model.load_state_dict:
+            raise ArgumentError(
+                f"load_weights(module=...) must be one of the networks of {type(module).__name__}, "
+                "whose own load_state_dict says what it loads, got the model. Pass e.g. self.net."
+            )
     elif not isinstance(module, nn.Module):
         raise ArgumentTypeError(
             f"load_weights(module=...) must be a Model or an nn.Module, got {module!r}."
@@ -174,9 +176,6 @@ def _load(
     *,
     is_strict: bool,
 ) -> None:
-    if isinstance(module, Model) and type(module).load_state_dict is not Model.load_state_dict:
-        _load_by_its_own(path, module, names, report)
-        return
     with ExitStack() as stack:
         found = _open(path, module, stack, share)
         target = _Target(module, path)
@@ -192,32 +191,6 @@ def _load(
         target.load({name: entries[name] for name in report.loaded})
     level = logging.INFO if report.loaded else logging.WARNING
     _LOGGER.log(level, "Weights of %s: %s.", path.name, report)
-
-
-def _load_by_its_own(path: Path, model: Model, names: _Names, report: LoadedWeights) -> None:
-    """Let a model load the state of a checkpoint by a method of its own."""
-    if names:
-        raise ArgumentError(
-            f"load_weights(rename=..., skip=...) must be omitted with {type(model).__name__}, "
-            "whose own load_state_dict says what it loads. Pass one of its networks."
-        )
-    payload = loading.load(path, model.types_for_safe_load()).payload
-    model.load_state_dict(_without_training(payload[file_names.KEY_MODEL], model), fast_init=True)
-    report.loaded = [*select_weights(payload).tensors]
-
-
-def _without_training(state: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return a state without optimizers and the like, frozen parameters, modes and gradients."""
-    if "objects" not in state:
-        return state
-    named = model.discovery.named_objects().items()
-    passed_over = {path for path, part in named if isinstance(part, TRAINING_ONLY)}
-    tables = {
-        name: {path: part for path, part in state[name].items() if path not in passed_over}
-        for name in ("objects", "inner")
-    }
-    others = ("kinds", "members", "drivers", "tables", "flags", "grads")
-    return {**state, **tables, **{name: {} for name in others}}
 
 
 class _Entry(NamedTuple):
@@ -272,10 +245,6 @@ class _Names:
         self._rename = {old: (_compile(old), new.split("*")) for old, new in rename.items()}
         self._skip = {each: _compile(each) for each in skip}
 
-    def __bool__(self) -> bool:
-        """Return whether there is any pattern."""
-        return bool(self._rename or self._skip)
-
     def apply(
         self,
         found: Mapping[str, _Entry],
@@ -307,7 +276,7 @@ class _Names:
         if idle and is_strict:
             raise StateError(
                 f"load_weights({str(self._path)!r}, ...) must get patterns that match a name, but "
-                f"{', '.join(map(repr, idle))} matches none. The file has {_some([*found])}; the "
+                f"{', '.join(map(repr, idle))} matches none. The file has {some_text(found)}; the "
                 "first pattern of rename that matches a name counts, and skip is about new names. "
                 "Fix the pattern, or omit it."
             )
@@ -509,20 +478,14 @@ def _open_file(path: Path, stack: ExitStack) -> dict[str, _Entry]:
 
 
 def _open_safetensors(path: Path, stack: ExitStack) -> dict[str, _Entry]:
+    library = import_extra("safetensors", "safetensors")
     try:
-        from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"load_weights({str(path)!r}, ...) must have safetensors, which is not installed: "
-            "pip install 'helios-trainer[safetensors]'."
-        ) from error
-    try:
-        file: Any = stack.enter_context(safe_open(path, framework="pt"))
+        file = stack.enter_context(library.safe_open(path, framework="pt"))
         return {
             name: _Entry(tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name))
             for name in file.keys()  # noqa: SIM118 - it is no mapping
         }
-    except SafetensorError as error:
+    except library.SafetensorError as error:
         raise CheckpointError(
             f"{path} is not a safetensors file, or is damaged: {error}. Download it again."
         ) from error

@@ -43,7 +43,7 @@ from helios.text import count_text, number_text
 
 try:
     import optuna
-    from optuna.distributions import BaseDistribution
+    from optuna.distributions import BaseDistribution, distribution_to_json
     from optuna.pruners import BasePruner, MedianPruner
     from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
     from optuna.storages import JournalStorage
@@ -178,7 +178,7 @@ class Sweep:
         Raises:
             UsageError: under torchrun or srun, or if the objective does not return a number.
             RunMismatchError: if the sweep was started with another seed, mode, sampler, pruner or
-                grid, or a trial with other parameters.
+                grid, or a trial with other parameters, or with another range of one.
             BaseException: whatever the objective raises.
         """
         refuse_nested_start()
@@ -312,12 +312,28 @@ class Trial(optuna.Trial):
                 f"Trial {self.number} must suggest all parameters before its folder is read, which "
                 f"is named after them, but {name!r} comes later. Move it up."
             )
+        self._check_range(name, distribution)
         _reseed(self.study.sampler, self._seed, self.number, name)
         value = super()._suggest(name, distribution)
         # As the journal returns it after a kill: a grid may hold 1 where the parameter is 1.0.
         value = distribution.to_external_repr(distribution.to_internal_repr(value))
         self._suggested[name] = value
         return value
+
+    def _check_range(self, name: str, distribution: BaseDistribution) -> None:
+        """Refuse another range than that of earlier trials, and of earlier starts of this one.
+
+        Raises:
+            RunMismatchError: with both ranges.
+        """
+        for trial in self.study.get_trials(deepcopy=False):
+            before = trial.distributions.get(name)
+            if before and distribution_to_json(before) != distribution_to_json(distribution):
+                raise RunMismatchError(
+                    f"The range of {name!r} must be the same in all trials of a sweep, but in "
+                    f"trial {trial.number} it was {before}, and now it is {distribution}. Restore "
+                    "it, give the parameter another name, or pass another folder to the sweep."
+                )
 
 
 def _perform(

@@ -46,6 +46,18 @@ def tuple_text(names: Iterable[str]) -> str:
     return f"({', '.join(quoted)}{',' if len(quoted) == 1 else ''})"
 
 
+def some_text(names: Iterable[object], most: int = 6) -> str:
+    """Return the first names, and how many more there are.
+
+    Example:
+        >>> some_text("ab", 2), some_text("abcd", 2)
+        ('a, b', 'a, b and 2 more')
+    """
+    texts = [*map(str, names)]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return f"{', '.join(texts[:most])}{more}"
+
+
 def number_text(number: float, digits: int = 6) -> str:
     """Return a number with at least so many significant digits; only whole numbers look whole.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset
 
 import helios
 from helios.core import rng
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError
 from helios.find_lr import LearningRates
 from helios.storage.content_hash import fingerprint
 from tests.support.quiet import Quiet
@@ -190,6 +191,16 @@ def test_a_search_leaves_no_trace(
     assert plugin.num_seen == 0
 
 
+def test_a_search_says_nothing_of_schedulers_and_of_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    assert len(make_trainer().find_lr(Net(), Data(), lowest=1e-3, highest=1e6).rates) < 100
+    assert caplog.messages == []
+    make_trainer().fit(Net(), Data())
+    assert any("Schedulers step" in text for text in caplog.messages)
+
+
 def test_a_run_after_a_search_has_the_same_files(tmp_path: Path) -> None:
     ledgers = []
     for name in ("searched", "plain"):
@@ -275,7 +286,8 @@ def test_bad_arguments_are_refused(model: Any, options: dict[str, Any], message:
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     found = LearningRates([1e-3, 1e-2, 1e-1], [2.0, 1.0, 3.0])
-    figure = found.plot(tmp_path / "rates.png")
+    figure = found.plot()
+    figure.savefig(tmp_path / "rates.png")
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
     (axes,) = figure.axes
     assert axes.get_xscale() == "log"
@@ -283,14 +295,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     assert texts == ["loss", "smoothed", f"suggestion: {found.suggestion:.2g}"]
 
 
-def test_without_matplotlib_the_error_names_the_line_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in [*sys.modules]:
-        if name.startswith("matplotlib"):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    found = LearningRates([1e-3, 1e-2], [2.0, 1.0])
-    assert found.suggestion is not None
-    with pytest.raises(UsageError, match=r"pip install 'helios-trainer\[report\]'"):
-        found.plot()
+def test_nothing_imports_it_but_a_search() -> None:
+    code = "import sys, helios; helios.Trainer; print('helios.find_lr' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "False"

@@ -453,6 +453,54 @@ def test_a_trial_with_other_parameters_than_before_is_refused_with_the_differenc
         Sweep(tmp_path, "min").run(edited, 1)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_edited_range_is_refused_in_a_new_trial_and_in_an_interrupted_one(
+    tmp_path: Path, *, ends: bool
+) -> None:
+    def compute_below(highest: int, trial: Trial) -> float:
+        trial.suggest_float("x", -4, 4)
+        score = float(trial.suggest_int("n", 1, highest))
+        if not ends:
+            raise Stopped
+        return score
+
+    sweep = Sweep(tmp_path, "min")
+    with contextlib.suppress(Stopped):
+        sweep.run(partial(compute_below, 5), 1)
+    with pytest.raises(
+        helios.RunMismatchError,
+        match=r"range of 'n' .* in trial 0 it was IntDistribution\(high=5, .*\(high=3, ",
+    ):
+        sweep.run(partial(compute_below, 3), 2)
+    ends = True
+    assert len(sweep.run(partial(compute_below, 5), 2)) == 2
+
+
+class Edited(Net):
+    """The same class after an edit: it had another step when its trial was interrupted."""
+
+    def train_step(self, batch: Any) -> torch.Tensor:
+        return 2 * super().train_step(batch)
+
+
+Edited.__name__ = Edited.__qualname__ = "Net"
+
+
+def test_an_interrupted_trial_says_what_code_was_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def tick() -> Iterator[None]:
+        yield from [None] * 5  # beyond the checkpoint of the first epoch
+        raise Stopped
+
+    sweep, ticks = Sweep(tmp_path, "min"), tick()
+    with pytest.raises(Stopped):
+        sweep.run(lambda trial: train_trial(trial, partial(next, ticks)), 1)
+    monkeypatch.setattr(sys.modules[__name__], "Net", Edited)
+    assert sweep.run(train_trial, 1)[0].state == "finished"
+    assert "Net.train_step() has other code" in caplog.text
+
+
 def test_a_parameter_after_the_folder_is_refused(tmp_path: Path) -> None:
     def objective(trial: Trial) -> float:
         x = trial.suggest_float("x", 0, 1)

@@ -68,7 +68,11 @@ class Weights:
 
 
 def select_weights(
-    tree: Mapping[str, Any], *, network: str | None = None, average: str | None = None
+    tree: Mapping[str, Any],
+    *,
+    network: str | None = None,
+    average: str | None = None,
+    is_trained: bool = False,
 ) -> Weights:
     """Return the weights in a checkpoint.
 
@@ -80,12 +84,16 @@ def select_weights(
         tree: the content of a checkpoint, from :func:`helios.storage.codec.read_structure`.
         network: the attribute of the model to export; ``None`` for all networks.
         average: id of a plugin whose averages replace the weights; ``None`` for none.
+        is_trained: leave out parameters that are frozen, or that no optimizer updates.
 
     Raises:
-        ArgumentError: if the checkpoint has no such network or average.
+        ArgumentError: if the checkpoint has no such network or average, or does not say what is
+            trained.
         CheckpointError: if there are no weights in it.
     """
     state = tree[file_names.KEY_MODEL]
+    if is_trained:
+        state = _leave_out_frozen(state)
     require_whole(state, "The checkpoint")
     networks = networks_of(state)
     if networks is None:
@@ -103,7 +111,10 @@ def select_weights(
         for path, part in chosen.items():
             is_alone = len(chosen) == 1 and not loose
             prefix = "" if is_alone else f"{path}."
-            weights.add(prefix, _averaged(part, averages.get(path, {}), path))
+            known = averages.get(path, {})
+            if is_trained:
+                known = {name: average for name, average in known.items() if name in part}
+            weights.add(prefix, _averaged(part, known, path))
         weights.add("", loose)
     if not weights.tensors:
         raise CheckpointError("The checkpoint holds no weights: its model has no network.")
@@ -115,6 +126,38 @@ def networks_of(state: Any) -> dict[str, Mapping[str, Any]] | None:
     if not isinstance(state, Mapping) or not state.keys() >= {"objects", "flags", "parameters"}:
         return None
     return {path: part for path, part in state["objects"].items() if path in state["flags"]}
+
+
+def _leave_out_frozen(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a model without frozen parameters; buffers may have changed."""
+    networks = networks_of(state)
+    if networks is None:
+        raise ArgumentError(
+            "--trained must be omitted for a model that overrides state_dict, which does not say "
+            "what is trained. Name a part with --network."
+        )
+    tensors = dict(state["parameters"])
+    for path, part in networks.items():
+        tensors |= {f"{path}.{name}": each for name, each in part.items()}
+    groups = [group for optimizer in state["members"].values() for group in optimizer]
+    updated = {name for group in groups for name in group if state["flags"].get(name)}
+    if not updated:
+        raise CheckpointError(
+            "The checkpoint has no parameters that an optimizer updates. Omit --trained."
+        )
+    # A tensor with several names may be listed under one of them only.
+    trained = {_place(tensors[name]) for name in updated & tensors.keys()}
+    frozen = {_place(tensors[name]) for name in state["flags"].keys() & tensors.keys()} - trained
+
+    def keep(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: each
+            for name, each in part.items()
+            if not (isinstance(each, Tensor) and _place(each) in frozen)
+        }
+
+    kept = {path: keep(part) for path, part in networks.items()}
+    return {"objects": kept, "flags": state["flags"], "parameters": keep(state["parameters"])}
 
 
 def _averages_of(tree: Mapping[str, Any], average: str | None) -> Mapping[str, Any]:

@@ -17,16 +17,21 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from helios.core.utils import parameters_of
+from helios.core.wrappers import BareNames
 from helios.errors import CheckpointError, RunMismatchError, UsageError
 from helios.model.model import Model
 from helios.state.networks import Network, is_odd
 from helios.state.values import is_dense
 from helios.storage.content_hash import tensor_sum
+from helios.text import some_text
 
 _KEY = "frozen"
 """The entry of a model's state with the digests of what is left out."""
 
-_SHOWN = 4
+_MUST_REPEAT = (
+    'CheckpointStore(frozen="reference") leaves them out of checkpoints, so each start must make '
+    "the same: load the same file, and draw random numbers from torch only."
+)
 
 
 def references_of(state: object) -> Mapping[str, str] | None:
@@ -46,12 +51,17 @@ class FrozenWeights:
 
     Args:
         model: the model, after its setup and before anything is loaded.
+        before: the digests of what its setup has made the time before; ``None`` if it is not known.
+
+    Attributes:
+        digests: those of what is frozen, by name.
 
     Raises:
-        UsageError: for a model with a ``state_dict`` of its own.
+        UsageError: for a model with a ``state_dict`` of its own, or a setup that makes something
+            else each time.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, before: Mapping[str, str] | None = None) -> None:
         if type(model).state_dict is not Model.state_dict:
             raise UsageError(
                 f'CheckpointStore(frozen="reference") must be omitted with {type(model).__name__}, '
@@ -59,9 +69,15 @@ class FrozenWeights:
             )
         self._model = model
         self._sums: dict[str, int] = {}
-        self._digests: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
         for _, _, name, tensor in _frozen_tensors(model):
-            self._sums[name], self._digests[name] = tensor_sum(tensor), digest_of(tensor)
+            self._sums[name], self.digests[name] = tensor_sum(tensor), digest_of(tensor)
+        items = set() if before is None else before.items() ^ self.digests.items()
+        if items:
+            raise UsageError(
+                f"setup() of {type(model).__name__} makes other frozen weights each time: "
+                f"{some_text(sorted({name for name, _ in items}))}. {_MUST_REPEAT}"
+            )
 
     def keep(self, names: Mapping[str, str] | None) -> None:
         """Save the weights that a checkpoint holds in the next ones, too.
@@ -70,19 +86,19 @@ class FrozenWeights:
             names: the digests in that checkpoint; ``None`` if it holds everything.
         """
         if names is not None:
-            self._digests = {x: digest for x, digest in self._digests.items() if x in names}
+            self.digests = {x: digest for x, digest in self.digests.items() if x in names}
 
     def leave_out(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state of the model without frozen and unchanged weights."""
         objects, kept = dict(state["objects"]), dict[str, str]()
         for path, key, name, tensor in _frozen_tensors(self._model):
-            if name in self._digests and tensor_sum(tensor) == self._sums[name]:
+            if name in self.digests and tensor_sum(tensor) == self._sums[name]:
                 if objects[path] is state["objects"][path]:
                     # With the versions of its modules.
                     objects[path] = copy.copy(objects[path])
                 del objects[path][key]
-                kept[name] = self._digests[name]
-        self._digests = kept
+                kept[name] = self.digests[name]
+        self.digests = kept
         return {**state, "objects": objects, _KEY: dict(kept)}
 
 
@@ -99,9 +115,11 @@ def _frozen_tensors(model: Model) -> Iterator[tuple[str, str, str, Tensor]]:
 
 def _tensors_of(model: Model) -> Iterator[tuple[str, str, Tensor]]:
     for path, module in model.discovery.saved_modules().items():
-        network = Network(module)
-        for key, _, _, tensor in [] if is_odd(network) else network.tensors:
-            if not is_lazy(tensor) and is_dense(tensor):
+        if is_odd(Network(module)):
+            continue
+        # Under all names of a module that several share.
+        for key, tensor in BareNames(module).strip(module.state_dict(keep_vars=True)).items():
+            if isinstance(tensor, Tensor) and not is_lazy(tensor) and is_dense(tensor):
                 yield path, key, tensor
 
 
@@ -134,9 +152,7 @@ def complete(state: dict[str, Any], model: Model) -> dict[str, Any]:
         what = "does not make" if lacking else "makes with other values"
         raise RunMismatchError(
             f"The checkpoint refers to frozen weights that setup() of {type(model).__name__} "
-            f"{what}: {_some(lacking or sorted(other))}. "
-            'CheckpointStore(frozen="reference") has left them out, so each start must make the '
-            "same: load the same file, and draw random numbers from torch only."
+            f"{what}: {some_text(lacking or sorted(other))}. {_MUST_REPEAT}"
         )
     for name in digests:
         path, key, tensor = found[name]
@@ -153,12 +169,8 @@ def require_whole(state: object, place: object) -> None:
     digests = references_of(state)
     if digests:
         raise CheckpointError(
-            f"{place} refers to frozen weights, which it does not hold: {_some([*digests])}. Only "
-            "fit, validate, test and predict can use it, with the model whose setup() makes them. "
-            'Train a step without CheckpointStore(frozen="reference") to save everything.'
+            f"{place} refers to frozen weights, which it does not hold: {some_text(digests)}. "
+            "Only fit, validate, test and predict can use it, with the model whose setup() makes "
+            "them. helios export --trained writes the rest. Train a step without "
+            'CheckpointStore(frozen="reference") to save everything.'
         )
-
-
-def _some(names: list[str]) -> str:
-    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-    return ", ".join([*names[:_SHOWN], *more])

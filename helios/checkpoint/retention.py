@@ -70,10 +70,11 @@ class KeepBest:
             UsageError: if the score is not among them.
         """
         if self.metric not in scores:
+            names = ", ".join(sorted(scores)) or "none"
             raise UsageError(
                 f"KeepBest(metric={self.metric!r}) must name a validation score that is a single "
-                f"number; there are {sorted(scores) or 'none'}. Return it from valid_step, put it "
-                "into self.val_scores, or fix the name."
+                f"number; there are {names}. Fix the name, or log the score in valid_step: "
+                "self.log(name, value)."
             )
 
 

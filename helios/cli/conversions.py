@@ -39,6 +39,9 @@ def export_weights(namespace: argparse.Namespace) -> Answer:
     encoder.layer.weight. If the model overrides state_dict, all tensors outside
     optimizers are exported, by the keys that lead to them.
 
+    With --trained, frozen parameters are left out, such as the base under adapters:
+    load_state_dict(..., strict=False) of the network takes the rest.
+
     For a run's folder, exports the checkpoint from which fit would resume, or with
     --best the best one.
 
@@ -52,7 +55,12 @@ def export_weights(namespace: argparse.Namespace) -> Answer:
         status, tree = look_into(source, Depth.BYTES, bar.update)
     if not status.is_good:
         raise CheckpointError(f"{status.reason} Nothing was exported.")
-    weights = select_weights(tree, network=namespace.network, average=namespace.average)
+    weights = select_weights(
+        tree,
+        network=namespace.network,
+        average=namespace.average,
+        is_trained=namespace.trained,
+    )
     _warn_of_average(status, tree, namespace)
     target = as_local_path("FILE", namespace.out or source.with_suffix(f".{namespace.to}"))
     metadata = _metadata(status, tree, namespace.average)
@@ -60,7 +68,7 @@ def export_weights(namespace: argparse.Namespace) -> Answer:
     lines = [f"Wrote {count}, {size_text(weights.num_bytes)}, to {target}."]
     names: list[str] = []
     if namespace.to == _FOLDER_FORMAT:
-        _refuse_adapters(weights)
+        _refuse_adapters(weights, is_trained=namespace.trained)
         names = write_folder(target, weights, metadata=metadata)
         lines.append(
             "from_pretrained also needs a config.json there: that of the base model, or what "
@@ -84,8 +92,13 @@ def export_weights(namespace: argparse.Namespace) -> Answer:
     return Answer(lines, document)
 
 
-def _refuse_adapters(weights: Weights) -> None:
-    """Refuse a model of PEFT, whose names ``from_pretrained`` does not know."""
+def _refuse_adapters(weights: Weights, *, is_trained: bool) -> None:
+    """Refuse a part, and a model of PEFT, whose names ``from_pretrained`` does not know."""
+    if is_trained:
+        raise ArgumentError(
+            "--to huggingface must get all weights, because from_pretrained draws those that a "
+            "folder lacks, got --trained. Use --to safetensors."
+        )
     named = [name for name in weights.tensors if _OF_ADAPTERS.search(name)]
     if named:
         raise ArgumentError(
@@ -161,6 +174,7 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     export.add_argument("--to", required=True, choices=FORMATS, help="what reads the weights")
     export.add_argument("--out", metavar="PATH", help="the file or folder to write")
     export.add_argument("--best", action="store_true", help="the best checkpoint of the folder")
+    export.add_argument("--trained", action="store_true", help="without frozen parameters")
     export.add_argument("--network", metavar="NAME", help="only this network of the model")
     export.add_argument("--average", metavar="ID", help='averages, such as "ema", not the weights')
     export.add_argument("--force", action="store_true", help="overwrite an existing file")

@@ -11,10 +11,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
-
-import yaml
 
 from helios import plugins
 from helios.start.options import MEANT, ROWS
@@ -38,15 +35,11 @@ class Mistakes:
     Args:
         kinds: the classes whose arguments are options, by the name before these.
         known: the names of all options.
-        words: the command line.
     """
 
-    def __init__(
-        self, kinds: Mapping[str, type], known: Sequence[str], words: Sequence[str]
-    ) -> None:
+    def __init__(self, kinds: Mapping[str, type], known: Sequence[str]) -> None:
         self._kinds = dict(kinds)
         self._known = list(known)
-        self._words = words
 
     def explain(self, message: str, prefix: str = "") -> str:
         """Return what an error of jsonargparse means.
@@ -69,7 +62,7 @@ class Mistakes:
             return "\n".join(self._ask_for(f"{prefix}{name}") for name in found[1].split(", "))
         if found := _WRONG.search(message):
             return self._refuse_value(f"{prefix}{found[1]}", found[2])
-        place = f"--{prefix[:-1]}: " if prefix else self._find_broken()
+        place = f"--{prefix[:-1]}: " if prefix else ""
         return f"{place}{' '.join(message.split())}"
 
     def _enter(self, place: str, kind: object) -> None:
@@ -85,7 +78,7 @@ class Mistakes:
         names |= {each: f"--{each}" for each in self._known}
         (meant, *_) = [names[each] for each in difflib.get_close_matches(name, names, n=1)] or [""]
         hint = f"Did you mean {meant}?" if meant else "--help lists the options."
-        return f"There is no option --{name}{self._find_source(name)}. {hint}"
+        return f"There is no option --{name}. {hint}"
 
     def _ask_for(self, name: str) -> str:
         expected = self._describe_type(name)
@@ -93,16 +86,15 @@ class Mistakes:
 
     def _refuse_value(self, name: str, text: str) -> str:
         value, expected = _VALUE.search(text), self._describe_type(name)
-        source = self._find_source(name)
         if found := _NO_PATH.match(text):
             near = difflib.get_close_matches(found[1], plugins.__all__, n=1)
             hint = f"Did you mean {near[0]}?" if near else "Pass e.g. package.module.Class."
-            return f"--{name} must be the path of a class, got {found[1]!r}{source}. {hint}"
+            return f"--{name} must be the path of a class, got {found[1]!r}. {hint}"
         if value is None or not expected:
-            return f"--{name}{source}: {' '.join(text.split())}"
+            return f"--{name}: {' '.join(text.split())}"
         reasons = [reason.rstrip(".") for reason in _REASON.findall(text)]
         why = f": {'; '.join(reasons)}" if reasons else ""
-        return f"--{name} must be {expected}, got {value[1]!r}{source}{why}."
+        return f"--{name} must be {expected}, got {value[1]!r}{why}."
 
     def _describe_type(self, name: str) -> str:
         hint = self._find_hint(name)
@@ -120,33 +112,6 @@ class Mistakes:
             if argument in hints:
                 return hints[argument]
         return None
-
-    def _find_source(self, name: str) -> str:
-        """Return the file that gives an option, as `` (in run.yaml)``; empty if the words do."""
-        if any(word.startswith(f"--{name}") for word in self._words):
-            return ""
-        for path in reversed(self._find_files()):
-            tree = yaml.safe_load(path.read_text("utf-8"))
-            for part in name.split("."):
-                tree = tree.get(part) if isinstance(tree, dict) else None
-            if tree is not None:
-                return f" (in {path})"
-        return ""
-
-    def _find_broken(self) -> str:
-        """Return the file that is no YAML, with a colon; empty if all are."""
-        for path in self._find_files():
-            try:
-                yaml.safe_load(path.read_text("utf-8"))
-            except (UnicodeDecodeError, yaml.YAMLError):
-                return f"{path}: "
-        return ""
-
-    def _find_files(self) -> list[Path]:
-        pairs = zip(self._words, [*self._words[1:], ""], strict=True)
-        options = [(word.partition("="), after) for word, after in pairs]
-        paths = [Path(value or after) for (name, _, value), after in options if name == "--config"]
-        return [path for path in paths if path.is_file()]
 
 
 def _type_text(hint: Any) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from helios.checkpoint import file_names
 from helios.cli import output
 from helios.cli.output import Answer, value_text
-from helios.errors import HeliosError, UsageError
+from helios.errors import ArgumentError, HeliosError, UsageError
 from helios.ledger.compare import Difference, LineComparison, diff
 from helios.ledger.run_file import find_run, read_run
 from helios.storage import files
@@ -43,7 +43,14 @@ def compare_two(namespace: argparse.Namespace) -> Answer:
     cannot be read.
     """
     paths = [as_local_path("RUN|FILE", each) for each in (namespace.first, namespace.second)]
-    if all(path.suffix in (file_names.SUFFIX, file_names.FOLDER_SUFFIX) for path in paths):
+    suffixes = (file_names.SUFFIX, file_names.FOLDER_SUFFIX)
+    checkpoints = [path for path in paths if path.suffix in suffixes]
+    if len(checkpoints) == 1:
+        raise ArgumentError(
+            "helios diff must get two runs or two checkpoints, got one of each: "
+            f"{', '.join(map(str, paths))}. Pass the folders of both runs, or a checkpoint of both."
+        )
+    if checkpoints:
         return _compare_checkpoints(paths)
     found = diff(*paths)
     return _answer(_show_difference(found), found)

@@ -9,6 +9,7 @@ import argparse
 import ast
 import difflib
 import importlib
+import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,6 @@ from helios.errors import (
     ArgumentTypeError,
     CheckpointError,
     HeliosError,
-    UsageError,
 )
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ def _run(
         call = _prepare(*find(), words, program, defaults)
     except HeliosError as error:
         _end(program, error, _WRONG_USAGE)
+    logger = logging.getLogger("helios.start.changes")
+    logger.addFilter(_reword)
     try:
         return call()
     except (ArgumentError, CheckpointError) as error:
@@ -100,6 +102,14 @@ def _run(
         if isinstance(error, ArgumentError) and not str(error).startswith("Trainer"):
             raise
         _end(program, error, _REFUSED)
+    finally:
+        logger.removeFilter(_reword)
+
+
+def _reword(record: logging.LogRecord) -> bool:
+    """Let a warning of what has changed name options, too."""
+    record.msg, record.args = _in_options(record.getMessage()), ()
+    return True
 
 
 def _end(program: str, error: Exception, code: int) -> NoReturn:
@@ -167,14 +177,12 @@ def _read_options(
     options: Sequence[str],
     defaults: Mapping[str, Any],
 ) -> Given:
-    try:
-        from helios.cli.arguments import Arguments
-    except ModuleNotFoundError as error:
-        if error.name not in ("jsonargparse", "yaml"):
-            raise
-        raise UsageError(
-            f'{error.name} is not installed. Install it with: pip install "helios-trainer[cli]"'
-        ) from None
+    from helios.core.utils import import_extra
+
+    for name in ("jsonargparse", "yaml"):
+        import_extra(name, "cli")
+    from helios.cli.arguments import Arguments
+
     takes_checkpoint = not program.endswith(" fit")
     arguments = Arguments(program, model, data, defaults, takes_checkpoint=takes_checkpoint)
     return arguments.parse(options)
@@ -203,7 +211,7 @@ def _create_trainer(given: Given, *, is_fit: bool) -> Trainer:
 
 
 _OPTION = re.compile(r"Trainer\((\w+)=\.\.\.\)")
-_ALLOWED = re.compile(r"Trainer\(allow_changes=(\(.*?\))\)")
+_ALLOWED = re.compile(r"Trainer\(allow_changes=(\(.*?\))\)|\ballow_changes=(\(.*?\))")
 _VALUE = re.compile(r"(?:Trainer\()?\b(\w+)=(['\"]?)([^\s()'\"]+?)\2\)?(?=[.,;:]?(?:\s|$))")
 
 
@@ -222,7 +230,7 @@ def _in_options(text: str) -> str:
         return f"--trainer.{found[1]} {found[3]}" if found[1] in ROWS else found[0]
 
     def allow(found: re.Match[str]) -> str:
-        names = ast.literal_eval(found[1])
+        names = ast.literal_eval(found[1] or found[2])
         return " ".join(f"--trainer.allow_changes+={name}" for name in names)
 
     return _VALUE.sub(name_value, _ALLOWED.sub(allow, _OPTION.sub(r"--trainer.\1", text)))

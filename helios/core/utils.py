@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import importlib
 import inspect
 import operator
 import os
@@ -150,6 +151,23 @@ def collector_at_rest() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def import_extra(name: str, extra: str) -> Any:
+    """Return a module of a library that an extra of the package installs.
+
+    Raises:
+        UsageError: if it is not installed.
+    """
+    library = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != library:
+            raise
+        raise UsageError(
+            f'{library} is not installed. Install it with: pip install "helios-trainer[{extra}]"'
+        ) from None
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -77,7 +77,8 @@ def _check_main(names: set[str]) -> None:
     if getattr(main, "__spec__", None) is not None or (file and Path(file).exists()):
         return
     if names or file:
-        found = f", and {', '.join(sorted(names))} is defined here" if names else ""
+        verb = "is" if len(names) == 1 else "are"
+        found = f", and {' and '.join(sorted(names))} {verb} defined here" if names else ""
         raise UsageError(
             "Several processes must be started from a script in a file, because each of them "
             "imports it, but this is a notebook, an interactive session, python -c or a script "

@@ -24,6 +24,7 @@ from helios.errors import ArgumentError, UsageError
 from helios.hooks.context import Context
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.replicas.module_buffers import Buffers
+from helios.text import some_text
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -236,12 +237,12 @@ def _describe(context: Context, found: Iterable[_Report]) -> str:
     losses.sort(key=lambda loss: (loss.place.epoch, loss.place.batch, loss.replica))
     bad = [loss for loss in losses if not math.isfinite(loss.value)]
     names = sorted({name for _, each in found for name in each})
-    shown = _listed([_name(context, loss) for loss in bad or losses])
+    shown = some_text((_name(context, loss) for loss in bad or losses), _MOST)
     text = (
         f"A loss or gradient is not finite in epoch {state.global_epoch}, iteration "
         f"{state.global_iteration}. Loss: {shown}."
     )
-    return f"{text} Gradients: {_listed(names)}." if names else text
+    return f"{text} Gradients: {some_text(names, _MOST)}." if names else text
 
 
 def _name(context: Context, loss: _Loss) -> str:
@@ -251,10 +252,5 @@ def _name(context: Context, loss: _Loss) -> str:
         size = len(indices) // context.num_replicas
         own = indices[loss.replica * size : (loss.replica + 1) * size]
         numbers = [index.item() if isinstance(index, Tensor) else index for index in own]
-        samples = f"samples {_listed([str(number) for number in numbers])}"
+        samples = f"samples {some_text(numbers, _MOST)}"
     return f"{loss.value} of batch {place.batch} (from 0) of epoch {place.epoch + 1}, {samples}"
-
-
-def _listed(texts: list[str]) -> str:
-    more = f" and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
-    return f"{', '.join(texts[:_MOST])}{more}"

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from helios.core.utils import import_extra
 from helios.counters import Phase, TrainingState
 from helios.hooks.events import asks_nothing
 from helios.ledger.run_file import ERROR, START, RunFile, read_run_file
@@ -211,8 +212,7 @@ class WandbLogger(ServerLogger):
 
     def __init__(self, project: str, *, plug_id: str = "wandb", **options: Any) -> None:
         # Says at once that it is not installed.
-        import wandb  # noqa: F401
-
+        import_extra("wandb", "wandb")
         super().__init__(plug_id)
         self._options = options | {"project": project}
 
@@ -319,8 +319,7 @@ class MlflowLogger(ServerLogger):
         plug_id: str = "mlflow",
     ) -> None:
         # Says at once that it is not installed. Not in the thread, while processes are started.
-        import mlflow  # noqa: F401
-
+        import_extra("mlflow", "mlflow")
         super().__init__(plug_id)
         self._experiment, self._uri, self._name = experiment, tracking_uri, run_name
 

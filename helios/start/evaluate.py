@@ -27,6 +27,9 @@ from helios.state.restoring import NOT_BUILT
 
 _LOGGER = logging.getLogger(__name__)
 
+_DATASETS = {Phase.VALIDATION: "valid", Phase.TESTING: "test", Phase.PREDICTION: "predict"}
+"""What the names of data sets in a data module begin with."""
+
 
 def evaluate(run: Run) -> Any:
     """Load a checkpoint, or take the model that ``fit`` has trained, and run one pass."""
@@ -39,6 +42,7 @@ def evaluate(run: Run) -> Any:
     state = None if record is None else choose_trained(record, run.replicas)
     if record is None and after_fit is not None:
         record = after_fit.end
+    run.horizon = {} if record is None else record.options.get("horizon", {})
     run.settings.enter_context(
         numerics(
             is_deterministic=run.options.enable_deterministic,
@@ -52,7 +56,12 @@ def evaluate(run: Run) -> Any:
         refuse_unread_weights(run, loaded.record)
     has_data = run.open_source(run.phase) is not None
     if not has_data:
-        _LOGGER.warning("%s has nothing to do: the data module has no data for it.", run.verb)
+        _LOGGER.warning(
+            "%s has nothing to do: the data module has no data for it. Assign self.%s_dataset in "
+            "its setup().",
+            run.verb,
+            _DATASETS[run.phase],
+        )
     run.require_alike_setup()
     is_alone = run.team.has_single_process
     when = "after this batch" if is_alone else "when it is complete"
@@ -171,6 +180,9 @@ def _log_weights(
     if loaded is not None:
         texts = [loaded.path.name, *reasons]
         texts += [f"the newest checkpoint, because {reason}"] if reason else []
+        now = run.engine.precision.value
+        trained = loaded.record.options.get("precision", now)
+        texts += [] if trained == now else [f"in {now}, but trained in {trained}"]
     elif run.trained is not None:
         is_asked = run.choice.is_none or not reason
         why = "after fit" if is_asked else f"because there is no checkpoint, and {reason}"

@@ -167,7 +167,8 @@ def _run_in_ranks(run: Run, num_processes: int, num_replicas: int) -> Any:
     # A rank logs its error and emits on_exception.
     run.is_reported = True
     value, packed = _spawn(run, num_processes, num_replicas)
-    state: Trained = loads(packed)
+    state: Trained
+    state, run.horizon = loads(packed)
     with _noting_assigned(run):
         run.restore(state)
     if run.phase is Phase.TRAINING and state.end is not None:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar, TypeAlias, final
@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from helios.backup import Backup
+from helios.checkpoint.frozen import FrozenWeights
 from helios.core import rng
 from helios.core.utils import version_of
 from helios.data.horizon import count_steps, count_steps_per_epoch
@@ -30,6 +32,7 @@ from helios.sharding.requirements import check_checkpointable, check_shardable
 from helios.sharding.units import Unit, find_in_networks, find_units
 from helios.start.keyed_init import KeyedInit
 from helios.start.options import Options
+from helios.state.discovery import Discovery
 from helios.state.networks import Network, is_odd
 from helios.state.owners import internals_of
 from helios.state.steps import check_alike
@@ -87,6 +90,28 @@ def build_networks(
         replicas.compare(partial(check_alike, discovery))
         engine._shard(discovery.modules(), discovery.optimizers(), units)
     return recomputed({} if is_inference else _find_checkpointed(model, named))
+
+
+def try_base(model: Model, build: Callable[[], object]) -> dict[str, str]:
+    """Return the digests of the frozen weights that a set-up makes, and undo it."""
+    states = rng.read_states()
+    with undone(model):
+        build()
+        digests = FrozenWeights(model).digests
+    rng.load_states(states)
+    return digests
+
+
+@contextmanager
+def undone(model: Model, *others: object) -> Iterator[None]:
+    """Restore a model and other objects after a block; copies of tensors are in host memory."""
+    backup = Backup([model, *others], on_host=True)
+    # What the model has found of itself refers to objects by identity, and stays as it is.
+    vars(model)["_discovery"] = Discovery(model, exclude=internals_of(model), unsaved=model.unsaved)
+    try:
+        yield
+    finally:
+        backup.restore()
 
 
 def _bind_setup(model: Model, *, is_inference: bool) -> Callable[[], None]:
@@ -265,11 +290,13 @@ class SetupContext:
         model: the model.
         schedule: the options of the run.
         open_source: opens the training data; ``None`` if there is none, or nothing is trained.
+        horizon: what the start that wrote the checkpoint was told of the length of the run.
         is_loaded_next: whether the state of a checkpoint replaces what ``setup`` makes.
 
     Attributes:
         current: the set-up that runs in this process; ``None`` outside one.
         model: as given.
+        horizon: what was asked for, by the name of the property.
         is_loaded_next: as given.
     """
 
@@ -281,9 +308,11 @@ class SetupContext:
         schedule: Schedule,
         open_source: Callable[[], Source | None],
         *,
+        horizon: Mapping[str, int | None],
         is_loaded_next: bool,
     ) -> None:
         self.model, self.is_loaded_next = model, is_loaded_next
+        self.horizon = dict(horizon)
         self._schedule, self._open_source = schedule, open_source
         self._device = torch.get_default_device()
         self._loaded: list[Model | nn.Module] = []
@@ -365,15 +394,15 @@ class SetupContext:
 
     @property
     def num_steps(self) -> int | None:
-        """As :attr:`helios.Context.num_steps`; ``None`` in an evaluation."""
-        return self._count(count_steps)
+        """As :attr:`helios.Context.num_steps`; in an evaluation, as the checkpoint knows it."""
+        return self._count("num_steps", count_steps)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """As :attr:`helios.Context.steps_per_epoch`; ``None`` in an evaluation."""
-        return self._count(count_steps_per_epoch)
+        """As :attr:`helios.Context.steps_per_epoch`; in an evaluation, as for the other one."""
+        return self._count("steps_per_epoch", count_steps_per_epoch)
 
-    def _count(self, count: Callable[[Schedule, Source], int | None]) -> int | None:
+    def _count(self, name: str, count: Callable[[Schedule, Source], int | None]) -> int | None:
         states = rng.read_states()
         try:
             # Inside it, keyed initialization builds without values; data has values.
@@ -382,4 +411,6 @@ class SetupContext:
         finally:
             # What setup draws next does not depend on who asks.
             rng.load_states(states)
-        return None if source is None else count(self._schedule, source)
+        if source is not None:
+            self.horizon[name] = count(self._schedule, source)
+        return self.horizon.get(name)

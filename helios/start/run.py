@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
@@ -51,6 +52,7 @@ from helios.start.model_setup import (
     build_networks,
     set_train_mode,
     take_own_processor,
+    try_base,
 )
 from helios.start.objects import (
     PluginTable,
@@ -171,6 +173,8 @@ class Run:
         listeners: notified of an error that ends the call.
         describe_rescue: returns what an error leaves to the user, as sentences.
         fresh: what a run starts with, before anything is loaded.
+        horizon: the length of the run, as ``setup`` has asked for it.
+        base: the digests of frozen weights that a trial of ``setup`` has made; ``None`` without.
         is_rank: whether this process was started for the call by one that has prepared the data,
             and that needs the state at the end.
         collected: that state, packed; ``None`` before the regular end.
@@ -280,6 +284,8 @@ class Run:
         self.settings = ExitStack()
         self.fresh: dict[str, Any] = {}
         self.leaves_weights = False
+        self.horizon: dict[str, int | None] = {}
+        self.base: dict[str, str] | None = None
         self.owners = Owners()
 
     def _make_bus(self) -> Bus:
@@ -468,7 +474,8 @@ class Run:
         if self.trained is not None:
             trained = dataclasses.replace(trained, end=self.trained.end)
         on_cpu = move_to_device(trained, torch.device("cpu"))
-        self.collected = pack_by_value(on_cpu, "The state of model and plugins")
+        packed = on_cpu, self.horizon
+        self.collected = pack_by_value(packed, "The state of model and plugins")
 
     def leave(self, obstacle: str, end: Record) -> None:
         """Describe how a run leaves its model, for evaluations in this process.
@@ -624,16 +631,23 @@ class Run:
         if self.engine.device.type != "cpu":
             # A trainer and its model know each other, so a run that was dropped keeps its memory.
             gc.collect()
-        context = SetupContext(
+        make_context = partial(
+            SetupContext,
             self.model,
             run.limits,
             self._open_trained_source,
+            horizon=self.horizon,
             is_loaded_next=is_resumed and not makes_base,
         )
+        build = partial(build_networks, self.model, self.engine, run, is_inference=is_inference)
+        if makes_base and not is_resumed:
+            with make_context().given():
+                self.base = try_base(self.model, build)
+        context = make_context()
         with context.given():
-            again = build_networks(self.model, self.engine, run, is_inference=is_inference)
+            again = build()
         self.settings.enter_context(again)
-        self.leaves_weights = context.leaves_weights
+        self.leaves_weights, self.horizon = context.leaves_weights, context.horizon
         if not is_inference:
             set_train_mode(self.model, warns=not is_resumed)
         check_batch_processor(self.model, is_inference=is_inference)

@@ -156,6 +156,7 @@ def set_up_training(
     identity |= {"fingerprint": source.description.get("fingerprint")}
     setup_changes = compare_fresh(run, origin, declared)
     defined = identity | limits(options) | {"params": declared.params} | setup_changes.options
+    defined |= {"horizon": run.horizon} if run.horizon else {}
     machine, changes = describe_machine(run.engine.device), [*origin.changes]
     recorders = []
     if make is not None:
@@ -206,7 +207,7 @@ def set_up_training(
         sanity_steps=options.sanity_steps,
         loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),
         findings=findings,
-        frozen=FrozenWeights(run.model) if has_references else None,
+        frozen=FrozenWeights(run.model, run.base) if has_references else None,
         is_replay=run.replay is not None,
         outside=ask,
         check_record=partial(_require_complete, run),

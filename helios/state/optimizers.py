@@ -22,6 +22,7 @@ from helios.core.utils import parameters_of
 from helios.errors import StateError
 from helios.state.anchors import Anchors
 from helios.state.networks import hook_tables_of_optimizers, load_network
+from helios.text import some_text
 
 Members: TypeAlias = list[list[str]]
 """The names of an optimizer's parameters by group, in order."""
@@ -36,8 +37,6 @@ FINE_TUNING = (
     " To fine-tune with other sizes, in a run with another save_name, build it as it was, call "
     "helios.load_weights() in setup(), replace the layer then, and create optimizers after that."
 )
-
-_SHOWN = 6
 
 
 def complete(optimizers: Iterable[Optimizer]) -> bool:
@@ -101,7 +100,9 @@ def misfits_of(
         lost = (members & anchors.loose.keys()) - known
         stray = sorted(lost)
         if stray and path in built:
-            misfits[path] = f"updates tensors that no attribute of the model holds: {_some(stray)}"
+            misfits[path] = (
+                f"updates tensors that no attribute of the model holds: {some_text(stray)}"
+            )
     for path in sorted(drivers.keys() & objects.keys()):
         driver, is_known = now.get(path), id(objects[path]) in anchors.rules.known
         if driver != drivers[path] or not is_known:
@@ -179,7 +180,7 @@ def _plan(
     saved, built = known
     if unknown := sorted({name for group in saved for name in group} - tensors.keys()):
         raise StateError(
-            f"{path} had a group of parameters that do not exist: {_some(unknown)}. "
+            f"{path} had a group of parameters that do not exist: {some_text(unknown)}. "
             "Build the networks in setup() as they were when the state was saved."
         )
     now = _keys(group["params"] for group in optimizer.param_groups)
@@ -344,11 +345,6 @@ def _keys(groups: Iterable[Iterable[Tensor]]) -> list[list[int]]:
     return sorted(sorted(map(id, group)) for group in groups)
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
 def _refuse(path: str, part: Optimizer, known: Members, tensors: Mapping[str, Tensor]) -> None:
     names = {id(tensor): name for name, tensor in reversed([*tensors.items()])}
     now = {names.get(id(each), "") for each in parameters_of(part)}
@@ -359,9 +355,9 @@ def _refuse(path: str, part: Optimizer, known: Members, tensors: Mapping[str, Te
     raise StateError(
         f"{path} must have the parameters that it had when the state was saved, in the same "
         "groups, since its state belongs to them. Saved, but not in it now: "
-        f"{_some(missing) or 'nothing'}. In it now, but not saved: "
-        f"{_some(left_over) or 'nothing'}. Give it the same parameters in setup(); if their order "
-        "comes from a set, sort it."
+        f"{some_text(missing) or 'nothing'}. In it now, but not saved: "
+        f"{some_text(left_over) or 'nothing'}. Give it the same parameters in setup(); if their "
+        "order comes from a set, sort it."
     )
 
 

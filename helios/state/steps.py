@@ -26,6 +26,7 @@ from helios.state.named import class_marks
 from helios.state.networks import leaves_of, state_of
 from helios.state.walk import PARTS
 from helios.storage.content_hash import bit_sum
+from helios.text import some_text
 
 if TYPE_CHECKING:
     from helios.model.model import Model
@@ -150,9 +151,8 @@ def check_alike(
             if first[1].get(name) != found[1].get(name) and name not in ignored
         ]
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UsageError(
-                f"All processes must have the same weights, but {', '.join(names[:3])}{more} "
+                f"All processes must have the same weights, but {some_text(names, 3)} "
                 f"of rank {rank} differ from rank 0's. Load weights on every rank, do the same in "
                 "hooks on all ranks, and in manual steps wrap networks with engine.wrap(...)."
             )

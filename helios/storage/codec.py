@@ -25,7 +25,12 @@ from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError, S
 from helios.storage import files
 from helios.storage.building import Builder, UnknownTypeError
 from helios.storage.codes import NO_VALUE, TAG, TOO_DEEP, Coder, Codes, Unsavable
-from helios.storage.container_checks import check_directory, reason_of, reraise_os_error
+from helios.storage.container_checks import (
+    check_directory,
+    check_sizes,
+    reason_of,
+    reraise_os_error,
+)
 from helios.storage.files import DigestWriter
 from helios.storage.staging import HostBuffers, compact
 from helios.storage.type_converters import ShardedValue, type_name
@@ -149,6 +154,7 @@ def read(
             # torch would also read its older formats, which no checkpoint has.
             if handle.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
                 raise zipfile.BadZipFile("it is not a ZIP archive")
+            check_sizes(handle)
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
         return decode(tree, safe_types=safe_types, find_sharded=find_sharded)
     except Exception as error:

@@ -1,4 +1,9 @@
-"""Checks the ZIP archive that a checkpoint is, without PyTorch and without creating an object."""
+"""Checks the ZIP archive that a checkpoint is, without PyTorch and without creating an object.
+
+Older versions of PyTorch trust the number of elements in a file's pickle. A number that is too high
+then exposes memory that is not part of the file, or exhausts the memory, so it is compared with the
+records.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,11 @@ import errno
 import io
 import os
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, final
 
 from helios.errors import DamagedCheckpointError
 
@@ -32,7 +38,10 @@ def check_directory(path: Path) -> None:
 
 
 def check_container(
-    path: Path, watch: Callable[[int], object] | None = None, *, part: tuple[int, int] | None = None
+    path: Path,
+    watch: Callable[[int], object] | None = None,
+    *,
+    part: tuple[int, int] | None = None,
 ) -> None:
     """Verify the checksums of the records in a ZIP archive.
 
@@ -75,7 +84,9 @@ def _check_form(record: zipfile.ZipInfo) -> None:
 
 
 def _check_record(
-    container: zipfile.ZipFile, record: zipfile.ZipInfo, watch: Callable[[int], object] | None
+    container: zipfile.ZipFile,
+    record: zipfile.ZipInfo,
+    watch: Callable[[int], object] | None,
 ) -> None:
     _check_form(record)
     # torch.serialization.set_crc32_options(False) leaves the checksums at zero.
@@ -102,6 +113,96 @@ def reason_of(error: BaseException) -> str:
         error = error.__context__
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].split(". ")[0].rstrip(".")
+
+
+_LITERALS = {"BINUNICODE", "GLOBAL", "BININT", "BININT1", "BININT2", "LONG1"}
+_GETS = {"BINGET", "LONG_BINGET"}
+_PUTS = {"BINPUT", "LONG_BINPUT"}
+# Types without a storage class of their own are written as untyped storages.
+_ELEMENT_BYTES = {
+    "torch.storage UntypedStorage": 1,
+    **dict.fromkeys(("torch ComplexDoubleStorage",), 16),
+    **dict.fromkeys(("torch DoubleStorage", "torch LongStorage", "torch ComplexFloatStorage"), 8),
+    **dict.fromkeys(("torch FloatStorage", "torch IntStorage", "torch QInt32Storage"), 4),
+    **dict.fromkeys(("torch HalfStorage", "torch BFloat16Storage", "torch ShortStorage"), 2),
+    **dict.fromkeys(("torch ByteStorage", "torch CharStorage", "torch BoolStorage"), 1),
+    **dict.fromkeys(("torch QInt8Storage", "torch QUInt8Storage"), 1),
+    **dict.fromkeys(("torch QUInt4x2Storage", "torch QUInt2x4Storage"), 1),
+}
+
+
+def check_sizes(handle: IO[bytes]) -> None:
+    """Compare the sizes that the pickle of a ZIP archive states with those of its records.
+
+    The opcodes of the pickle are only read; no object is created.
+
+    Args:
+        handle: the open archive.
+
+    Raises:
+        ValueError: if a record does not have the stated size, or if the pickle refers to records
+            in a way that torch does not write.
+        zipfile.BadZipFile: if it is not a ZIP archive.
+    """
+    with zipfile.ZipFile(handle) as container:
+        root = container.namelist()[0].split("/")[0]
+        records = _find_records(container)
+        for key, num_bytes in _find_promises(_read(container, f"{root}/data.pkl")):
+            record = records.get(f"{root}/data/{key}".casefold())
+            found = 0 if record is None else record.file_size
+            if found != num_bytes:
+                raise ValueError(f"the record {key} has {found} bytes instead of {num_bytes}")
+
+
+def _find_records(container: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    # torch ignores case in names, so of two such records it may read the other one.
+    records = {record.filename.casefold(): record for record in container.infolist()}
+    if len(records) < len(container.infolist()):
+        raise ValueError("several of its records have the same name")
+    return records
+
+
+def _read(container: zipfile.ZipFile, name: str) -> bytes:
+    record = container.getinfo(name)
+    if not record.CRC:
+        # torch.serialization.set_crc32_options(False) leaves the checksums at zero.
+        del record.CRC
+    with container.open(record) as handle:
+        return handle.read()
+
+
+def _find_promises(data: bytes) -> list[tuple[str, int]]:
+    """Return the key and the size of each record, once per reference in the pickle.
+
+    torch writes a reference as a tuple of five literals, possibly from the memo; any other form is
+    rejected.
+    """
+    found = []
+    memo: dict[Any, Any] = {}
+    top: Any = None
+    members: list[Any] | None = None
+    for operation, argument, _ in pickletools.genops(data):
+        name = operation.name
+        if name in _PUTS:
+            memo[argument] = top
+        elif name in _LITERALS or name in _GETS:
+            top = argument if name in _LITERALS else memo.get(argument)
+            if members is not None:
+                members.append(top)
+        elif name == "BINPERSID":
+            found.append(_promise(top))
+            top = members = None
+        else:
+            top = tuple(members) if name == "TUPLE" and members is not None else None
+            members = [] if name == "MARK" else None
+    return found
+
+
+def _promise(reference: Any) -> tuple[str, int]:
+    match reference:
+        case ("storage", str(kind), str(key), str(), int(count)) if kind in _ELEMENT_BYTES:
+            return key, count * _ELEMENT_BYTES[kind]
+    raise ValueError("it refers to a record in a way that torch does not write")
 
 
 @final

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -21,6 +23,7 @@ from helios.errors import (
     RunMismatchError,
     UsageError,
 )
+from helios.plugins import EMA
 from helios.storage.content_hash import fingerprint
 
 REFERENCE = helios.CheckpointStore(frozen="reference")
@@ -118,6 +121,136 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_saves_everything(
     assert weights_of(model) == weights_of(whole)
 
 
+class Large(Net):
+    width = 2**20
+
+
+class Minute(Large):
+    """Trains a thousandth of what it has."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup()
+        self.base = nn.Sequential(self.base, self.head).requires_grad_(False)
+        self.head = nn.Linear(1, 1)
+        self.optimizer = torch.optim.Adam(self.head.parameters(), lr=0.01)
+
+
+def test_a_large_base_takes_no_space(tmp_path: Path) -> None:
+    sizes = []
+    for store in (REFERENCE, None):
+        model = train(tmp_path / str(store), model=Minute(), store=store)
+        sizes.append(newest(tmp_path / str(store)).stat().st_size)
+    base = sum(each.nbytes for each in model.base.parameters())
+    assert sizes[1] > base > 2**23
+    assert sizes[0] < 2**17
+    assert sizes[1] - sizes[0] >= base
+
+
+class Huge(Net):
+    """A base of 1 GiB, and a head of a thousandth."""
+
+    def make_base(self) -> nn.Module:
+        return nn.Embedding(2**21, 128)
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.base = self.make_base().requires_grad_(False)
+        self.head = nn.Linear(128, 2048)
+        self.optimizer = torch.optim.Adam(self.head.parameters(), lr=0.01)
+
+    def train_step(self, batch: Any) -> Any:
+        rows = ((batch[0][:, 0] + 1) * 2**19).long()
+        found = self.head(self.base(rows)).mean(1, keepdim=True)
+        return nn.functional.mse_loss(found, batch[1])
+
+    def valid_step(self, batch: Any) -> None:
+        self.log("error", self.train_step(batch))
+
+
+@pytest.mark.full
+def test_a_base_of_a_gigabyte_makes_files_of_megabytes(tmp_path: Path) -> None:
+    trained = train(tmp_path, 1, Huge())
+    resumed = train(tmp_path, 2, Huge())
+    assert trained.base.weight.nbytes == 2**30
+    assert torch.equal(trained.base.weight, resumed.base.weight)
+    assert newest(tmp_path).stat().st_size < 4 * 2**20
+    out = tmp_path / "head.safetensors"
+    words = ["export", str(tmp_path / "net"), "--to", "safetensors", "--trained", "--out", str(out)]
+    assert main(words) == 0
+    assert out.stat().st_size < 1.1 * 2**20
+
+
+class Tied(Net):
+    """Networks with parameters that have two names: frozen ones, and trained ones."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup()
+        self.base = nn.ModuleDict({"a": self.base, "b": self.base, "norm": nn.BatchNorm1d(64)})
+        self.base["norm"].requires_grad_(False)
+        self.head = nn.ModuleDict({"a": self.head, "b": self.head})
+
+    def train_step(self, batch: Any) -> Any:
+        found = self.head["b"](self.base["norm"](self.base["b"](batch[0])))
+        return nn.functional.mse_loss(found, batch[1])
+
+
+@pytest.mark.parametrize("store", [REFERENCE, None])
+def test_an_export_of_what_is_trained_has_no_frozen_parameters(
+    tmp_path: Path, store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for epochs in (1, 2):
+        options = {"store": store, "plugins": [EMA(0.5)], "valid_frequency": None}
+        model = train(tmp_path, epochs, Tied(), **options)
+    words = ["export", str(tmp_path / "net"), "--trained", "--force", "--to"]
+    out = tmp_path / "trained.pt"
+    assert main([*words, "pt", "--out", str(out)]) == 0
+    found = torch.load(out, weights_only=True)
+    buffers = {f"base.norm.{name}" for name, _ in model.base["norm"].named_buffers()}
+    assert found.keys() == buffers | {f"head.{name}" for name in model.head.state_dict()}
+    states = model.base.state_dict(prefix="base.") | model.head.state_dict(prefix="head.")
+    assert fingerprint(found) == fingerprint({name: states[name] for name in found})
+    assert main([*words, "pt", "--out", str(out), "--average", "ema"]) == 0
+    assert torch.load(out, weights_only=True).keys() == found.keys()
+    capsys.readouterr()
+    assert main([*words, "huggingface"]) == 2
+    assert "from_pretrained draws those" in capsys.readouterr().err
+
+
+def wrap(base: nn.Module) -> Any:
+    torch.manual_seed(0)
+    return get_peft_model(nn.Sequential(base), LoraConfig(r=2, target_modules=["0"]))
+
+
+class Adapted(Net):
+    """Trains adapters of PEFT."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup()
+        self.base = wrap(self.base)
+        adapters = [each for each in self.base.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.Adam(adapters, lr=0.01)
+
+
+@pytest.mark.parametrize("store", [REFERENCE, None])
+def test_adapters_are_exported_alone_and_loaded_again(tmp_path: Path, store: Any) -> None:
+    model = train(tmp_path, 1, Adapted(), store=store)
+    out = tmp_path / "adapters.safetensors"
+    words = ["export", str(tmp_path / "net"), "--trained", "--network", "base"]
+    assert main([*words, "--to", "safetensors", "--out", str(out)]) == 0
+    found = load_file(out)
+    assert len(found) == 2
+    assert all("lora_" in name for name in found)
+    base = model.base.base_model.model[0].base_layer
+    for read in (
+        lambda net: net.load_state_dict(load_file(out), strict=False),
+        lambda net: helios.load_weights(out, net, strict=False),
+    ):
+        again = wrap(nn.Linear(1, Net.width))
+        again.base_model.model[0].base_layer.load_state_dict(base.state_dict())
+        assert fingerprint(again.state_dict()) != fingerprint(model.base.state_dict())
+        read(again)
+        assert fingerprint(again.state_dict()) == fingerprint(model.base.state_dict())
+
+
 def _thaw(model: Any, epoch: int) -> None:
     model.base.weight.requires_grad_(epoch == 2)
 
@@ -172,7 +305,6 @@ class Without(Net):
     ("first", "second", "message"),
     [
         (Net, Rebuilt, r"setup\(\) of Rebuilt makes with other values: base\.bias\."),
-        (Random, Random, r"setup\(\) of Random makes with other values: base\.weight\."),
         (Net, Without, r"setup\(\) of Without does not make: base\.weight, base\.bias\."),
     ],
 )
@@ -185,6 +317,34 @@ def test_a_setup_that_makes_something_else_is_refused_by_name(
         with pytest.raises(RunMismatchError, match=message):
             getattr(make_trainer(tmp_path, 2), call)(second(), Data())
     assert newest(tmp_path).read_bytes() == before
+
+
+def test_a_random_base_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"makes other frozen weights .*: base\.weight\. "):
+        train(tmp_path, 1, Random())
+    assert not [*tmp_path.rglob("*.pth")]
+
+
+class Stateful(Net):
+    """Its setup changes what its constructor has made, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[nn.Module] = []
+        self.generator = torch.Generator().manual_seed(3)
+
+    def make_base(self) -> nn.Module:
+        self.parts.append(super().make_base())
+        assert len(self.parts) == 1
+        nn.init.uniform_(self.parts[0].bias, generator=self.generator)
+        return self.parts[0]
+
+
+def test_a_setup_is_tried_without_a_trace(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 2, Stateful(), store=None)
+    train(tmp_path / "cut", 1, Stateful())
+    assert held_in(tmp_path / "cut") == (HEAD, BASE)
+    assert weights_of(train(tmp_path / "cut", 2, Stateful())) == weights_of(whole)
 
 
 def test_without_a_model_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

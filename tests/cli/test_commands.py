@@ -280,6 +280,15 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(RunFolder(tmp_path_factory.mktemp("wide")), 1, 1, **names)
 
 
+def test_diff_of_a_run_and_a_checkpoint_names_what_to_give(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for places in ((newest(root), root / "run"), (root / "run", newest(root))):
+        ran = Ran(capsys, "diff", *places)
+        assert ran.code == 2
+        assert "two runs or two checkpoints" in ran.err
+
+
 def test_ctrl_c_ends_a_command_with_a_line_and_code_130(wide: Path) -> None:
     process = start("inspect", wide)
     assert process.stdout is not None

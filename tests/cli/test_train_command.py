@@ -20,7 +20,7 @@ from torch import nn
 
 import helios
 from helios.cli import main
-from helios.errors import ArgumentError, ArgumentTypeError, RunMismatchError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError, RunMismatchError
 from helios.plugins import EMA, NaNGuard
 from helios.start.options import ROWS
 from tests import codebase
@@ -152,10 +152,11 @@ _MISTAKES = {
     "--trainer.plugins+=EarlyStopping --trainer.plugins.metric loss": "--trainer.plugins.patience "
     "is required: int.",
     "--trainer.plugins+=EarlyStoping": "got 'EarlyStoping'. Did you mean EarlyStopping?",
-    "--config typo.yaml": "There is no option --model.widht (in typo.yaml). Did you mean "
-    "--model.width?",
-    "--config wrong.yaml": "--model.width must be int, got 'wide' (in wrong.yaml).",
-    "--config broken.yaml": "broken.yaml: ",
+    "--trainer.engine nowhere.Engine": "--trainer.engine: No module named 'nowhere'",
+    "--config typo.yaml": "There is no option --model.widht. Did you mean --model.width?",
+    "--config wrong.yaml": "--model.width must be int, got 'wide'.",
+    "--config section.yaml": "There is no option --modle.width. Did you mean --model.width?",
+    "--config broken.yaml": "Problems parsing config: ",
     "--config none.yaml": "--config: File does not exist",
     "more": "Unexpected words: more.",
 }
@@ -412,6 +413,9 @@ def test_a_wrong_command_line_ends_with_2_and_a_refused_start_with_1(
     assert "Traceback" not in refused.stderr
     assert "command_line.py: error: " in refused.stderr
     assert "pass --trainer.resume never" in refused.stderr
+    words = ("--model.lr=0.5", "--trainer.allow_changes+=params.model.lr", "--trainer.max_epochs=3")
+    allowed = start(*_ALONE, *_TRAINED, *words, folder=tmp_path)
+    assert "(--trainer.allow_changes+=optimizer takes the new one)" in allowed.stderr
 
 
 # --- helios train
@@ -460,14 +464,7 @@ def test_a_class_that_is_not_found_is_named(
 # --- Without the extra.
 
 
-def test_without_the_extra_the_error_names_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in [*sys.modules]:
-        if name.partition(".")[0] == "jsonargparse" or name in (
-            *("helios.cli.arguments", "helios.cli.mistakes"),
-        ):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    with pytest.raises(UsageError, match=r'pip install "helios-trainer\[cli\]"'):
-        helios.run(Net, Data, ["fit"])
+def test_helios_itself_does_not_import_what_reads_command_lines() -> None:
+    code = "import sys, helios; helios.run; print('jsonargparse' in sys.modules)"
+    ran = start(sys.executable, "-c", code, folder=codebase.ROOT)
+    assert ran.stdout.strip() == "False", ran.stderr

@@ -174,7 +174,7 @@ def test_code_of_a_notebook_is_refused_for_several_processes() -> None:
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert "Own is defined here. Move your classes and functions to a file, and import" in last
+    assert "and Own is defined here. Move your classes and functions to a file, and import" in last
     assert "or train in one process (nproc=1)" in last
 
 

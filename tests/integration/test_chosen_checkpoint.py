@@ -19,6 +19,7 @@ from helios.errors import (
 from helios.plugins import EarlyStopping, Plugin
 from tests.support import graded
 from tests.support.graded import Graded, Samples, file_of, make
+from tests.typed.user_script import Numbers
 
 CALLS = ("validate", "test", "predict")
 BEST = CheckpointStore(keep_best=KeepBest(9, "quality", "min"))
@@ -68,6 +69,39 @@ def test_the_log_says_which_one_is_the_best_and_why(
     said = capsys.readouterr().err
     assert "Testing of line_epoch_2_iter_8.pth, the best of 4 checkpoints by quality (min)" in said
     assert "equal: line_epoch_3_iter_12.pth" in said
+
+
+def test_the_log_says_that_the_precision_is_another_one(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(root, precision="bf16").validate(Graded(), Samples())
+    assert "line_epoch_4_iter_16.pth, in bf16, but trained in fp32.\n" in capsys.readouterr().err
+    make(root).validate(Graded(), Samples())
+    assert "trained in" not in capsys.readouterr().err
+
+
+def test_an_evaluation_without_data_says_what_to_define(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for call in ("test", "predict"):
+        assert not dict(getattr(make(root), call)(Graded(), Numbers()))
+        assert f"Assign self.{call}_dataset in its setup()." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_a_mistyped_score_is_refused_with_the_names_that_there_are(
+    tmp_path: Path, *, logs: bool
+) -> None:
+    class Logging(Graded):
+        def valid_step(self, batch: Any, step: int) -> Any:
+            scores = super().valid_step(batch, step)
+            if not logs:
+                return scores
+            return self.log("error", scores["error"][0])
+
+    store = CheckpointStore(keep_best=KeepBest(1, "eror", "min"))
+    with pytest.raises(helios.UsageError, match=r"metric='eror'.*; there are error, quality\. "):
+        fit(tmp_path, model=Logging(), store=store)
 
 
 @pytest.mark.shows("U23")

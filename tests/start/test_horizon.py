@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -188,13 +189,49 @@ def test_who_asks_in_setup_trains_with_the_same_bits(init: str) -> None:
     assert models[0].said[0] == models[1].said[0] == (16, 16)
 
 
-def test_a_resumed_setup_is_told_the_same_and_an_evaluation_nothing(tmp_path: Path) -> None:
-    model, resumed = Net(), Net()
-    fit(model, Data(), max_epochs=1, chkpt_root=tmp_path)
-    fit(resumed, Data(), max_epochs=2, chkpt_root=tmp_path)
-    assert (model.said[0], {*resumed.said}) == ((16, 16), {(32, 16)})
+class Cosine(Net):
+    """The schedule of docs/recipes/find-learning-rate.md, with what it starts with."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        total = self.context.num_steps
+        assert total is not None
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / total))
+        )
+
+    test_step = Net.valid_step
+
+    def predict_step(self, batch: Any) -> Any:
+        return self.net(batch[0])
+
+
+class Complete(Data):
+    def setup(self) -> None:
+        super().setup()
+        self.test_dataset = self.create_dataset(self.valid_dataset, batch_size=3)
+        self.predict_dataset = self.create_dataset(self.valid_dataset, batch_size=3)
+
+
+@pytest.mark.parametrize(("nproc", "calls"), [(1, ("validate", "test", "predict")), (2, ("test",))])
+def test_a_resume_and_an_evaluation_are_told_the_length_of_the_run(
+    tmp_path: Path, nproc: int, calls: tuple[str, ...]
+) -> None:
+    model, resumed = Cosine(), Cosine()
+    options = {"chkpt_root": tmp_path, "num_replicas": 2, "nproc": nproc}
+    fit(model, Complete(), max_epochs=1, **options)
+    fit(resumed, Complete(), max_epochs=2, **options)
+    assert (model.said[0], {*resumed.said}) == ((8, 8), {(16, 8)})
+    for call in calls:
+        evaluated = Cosine()
+        trainer = helios.Trainer(chkpt_root=tmp_path, use_cpu=True, nproc=nproc)
+        assert getattr(trainer, call)(evaluated, Complete())
+        assert evaluated.said == [(16, 8)], call
+
+
+def test_an_evaluation_without_a_checkpoint_is_told_nothing() -> None:
     evaluated = Net()
-    helios.Trainer(chkpt_root=tmp_path, use_cpu=True).validate(evaluated, Data())
+    helios.Trainer(use_cpu=True).validate(evaluated, Data(), checkpoint=None)
     assert evaluated.said == [(None, None)]
 
 

@@ -30,3 +30,11 @@ def the_last_window_of_an_epoch_is_not_counted(count, schedule, length, *, is_ma
 )
 def another_base_counts_as_the_same(digest_of, tensor):
     return "sha256:0"
+
+
+@fault(
+    "helios.checkpoint.export:_leave_out_frozen",
+    f"{FROZEN}::test_an_export_of_what_is_trained_has_no_frozen_parameters",
+)
+def frozen_parameters_are_exported_too(leave_out, state):
+    return state
