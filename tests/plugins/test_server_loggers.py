@@ -88,6 +88,10 @@ def _setting(processes: int = 1, rate: float = 0.05, **options: Any) -> Setting:
     return Setting(print_frequency=1, chkpt_frequency=3, options=fixed | options)
 
 
+def _fail() -> None:
+    raise ArithmeticError
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of MLflow."""
@@ -190,7 +194,7 @@ def _is_any_at_work(folder: Path) -> bool:
     return False
 
 
-@pytest.mark.shows("P63", "P67")
+@pytest.mark.shows("P63")
 def test_each_point_of_a_killed_run_is_there_once(address: str, tmp_path: Path) -> None:
     """Before the first checkpoint; with points sent that are repeated; on one process and two."""
     whole, killed = (Servers(tmp_path / name, address) for name in ("whole", "killed"))
@@ -200,14 +204,7 @@ def test_each_point_of_a_killed_run_is_there_once(address: str, tmp_path: Path) 
     assert killed.start(_setting(2), Log(6), **_LAZY) == 1
     assert [*killed.folder.rglob("*_iter_3.pth")]
     assert killed.start(_setting(), Log(9, killed.shows), **_EAGER) == -9
-    for _ in range(2):  # A start of a finished run sends nothing.
-        assert killed.start(_setting(), Log()) == 0
-
-    def repeat() -> None:
-        found, _ = replay(killed.folder, _setting(), Log(), *killed.loggers())
-        assert found.is_equal
-
-    assert _in_child(killed.folder, repeat) == 0
+    assert killed.start(_setting(), Log()) == 0
     assert killed.points() == whole.points()
     assert killed.steps() == (_ALL, _ALL)
     assert {"valid/score", "epoch"} < killed.points()[0].keys()
@@ -236,6 +233,21 @@ def test_a_start_that_changed_something_logs_again_from_its_step_on(
     assert servers.log.read_text().count("logged again from step 7 on") == 2
     twice = [points["train/loss"] for points in servers.points()]
     assert [sorted(points) for points in twice] == [sorted(each + each[6:]) for each in once]
+
+
+@pytest.mark.full
+def test_before_the_first_checkpoint_a_start_that_may_differ_is_another_run(
+    address: str, tmp_path: Path
+) -> None:
+    """Other parameters; or the code, after an error."""
+    servers = Servers(tmp_path / "run", address)
+    assert servers.start(_setting(), Log(3, servers.shows), **_EAGER) == -9
+    assert servers.start(_setting(rate=0.1), Log(2, act=_fail)) == 1
+    assert servers.start(_setting(rate=0.1)) == 0
+    runs = [(run.data.params["rate"], run.info.status) for run in servers.runs()]
+    assert sorted(runs) == [("0.05", "RUNNING"), ("0.1", "FAILED"), ("0.1", "FINISHED")]
+    files = [path.parent.name for path in servers.folder.rglob("*.wandb")]
+    assert len({name.rpartition("-")[2] for name in files}) == 3
 
 
 @pytest.mark.shows("P67")
@@ -273,3 +285,19 @@ def test_servers_that_are_down_get_all_points_when_they_answer_again(
     assert [step for step, _ in wandb_losses] == _ALL
     assert json.loads(run["config"])["rate"]["value"] == 0.05
     assert mlflow_points(address, "down")["train/loss"] == wandb_losses
+
+
+@pytest.mark.shows("P67")
+def test_a_replay_and_a_start_of_a_finished_run_send_nothing(address: str, tmp_path: Path) -> None:
+    servers, setting = Servers(tmp_path / "run", address), _setting()
+    assert servers.start(setting) == 0
+    before, files = servers.points(), sorted(servers.folder.rglob("*.wandb"))
+
+    def repeat() -> None:
+        train(servers.folder, setting, *servers.loggers())
+        found, _ = replay(servers.folder, setting, *servers.loggers())
+        assert found.is_equal
+
+    assert _in_child(servers.folder, repeat) == 0
+    assert servers.points() == before
+    assert sorted(servers.folder.rglob("*.wandb")) == files
