@@ -9,18 +9,21 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import helios
+from helios.core import rng
 from helios.core.utils import collector_at_rest
 from helios.data import Stream, create_dataloader
 from helios.data import source as sources
@@ -98,14 +101,17 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def _cases() -> Iterator[Any]:
     """Return every way to be lost with every way to be started; some of them always run."""
     always = [
+        (stuck_workers.die, "fork", False),
         (stuck_workers.die, "fork", True),
         (stuck_workers.die, FORKSERVER, False),
         (stuck_workers.stop, "fork", False),
+        (leave, "fork", False),
     ]
     for act in (stuck_workers.die, stuck_workers.stop, leave):
         for method in ("fork", FORKSERVER, "spawn"):
-            case = act, method, method == "fork" and act is not stuck_workers.stop
-            yield pytest.param(*case, marks=() if case in always else pytest.mark.full)
+            for persists in (False, True):
+                case = act, method, persists
+                yield pytest.param(*case, marks=() if case in always else pytest.mark.full)
 
 
 @pytest.mark.shows("P141")
@@ -126,6 +132,17 @@ def test_a_worker_that_is_lost_changes_no_bit(
     assert sum("died" in line for line in lines_of(caplog)) == (act is not stuck_workers.stop)
     assert multiprocessing.active_children() == []
     assert stuck_workers.count_files_at_rest() == before
+
+
+@pytest.mark.shows("P141")
+def test_workers_that_never_begin_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """As where another thread holds a lock while they are forked."""
+    with stuck_workers.forks({1: stuck_workers.die, 3: stuck_workers.stop}):
+        found = read(num_workers=2, worker_timeout=FORKED)
+    assert found == read(num_workers=0)
+    died, silent, *_ = lines_of(caplog)
+    assert died.startswith("A loader worker died: ")
+    assert "No batch came from the loader workers for 3 s. New workers take " in silent
 
 
 def kill_children(number: int = signal.SIGKILL) -> None:
@@ -173,6 +190,102 @@ def test_workers_that_leak_are_replaced_as_often_as_needed(
     assert len(lines_of(caplog)) > 1
 
 
+class Large(Indices):
+    """Batches that do not fit into a pipe, and are not sent as shared memory."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(1 << 20, index)
+
+
+@pytest.mark.shows("P141")
+@pytest.mark.parametrize(
+    "act", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
+def test_a_worker_that_is_lost_within_a_message_is_replaced(
+    act: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"collate_fn": unwrap, "prefetch_factor": 1, "worker_timeout": FORKED}
+    source = make(Large(4), num_workers=1, batch_size=1, shuffle=False, **options)
+    batches = source.batches(0)
+    first = next(batches)
+    [child] = multiprocessing.active_children()
+    await_write(child.pid or 0)
+    kill_children(act)
+    assert [int(batch[0]) for (batch,) in [first, *batches]] == [0, 1, 2, 3]
+    assert len(lines_of(caplog)) == 1
+
+
+def unwrap(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+def await_write(pid: int) -> None:
+    """Wait until a thread of a process waits for room in a pipe."""
+    while True:
+        for place in Path(f"/proc/{pid}/task").glob("*/wchan"):
+            if "pipe_write" in place.read_text() or "unix_stream" in place.read_text():
+                return
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "act", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
+def test_an_idle_worker_that_was_lost_between_passes_is_replaced(
+    act: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"persistent_workers": True, "worker_timeout": FORKED}
+    source = make(Augmented(LENGTH), num_workers=2, **options)
+    found = [batch.numpy().tobytes() for (batch,) in source.batches(0)]
+    os.kill(multiprocessing.active_children()[0].pid or 0, act)
+    found += [batch.numpy().tobytes() for (batch,) in source.batches(1)]
+    source.close()
+    assert found == read(num_workers=0)
+    [line] = lines_of(caplog)
+    assert line.endswith("New workers take their place.")
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Let PyTorch pin batches, as with an accelerator, and note which; it does nothing to them."""
+    found: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor, *args: object) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    for name, value in (
+        ("is_available", True),
+        ("current_accelerator", torch.device("cuda")),
+        ("current_device_index", 0),
+        ("set_device_index", None),
+    ):
+        monkeypatch.setattr(torch.accelerator, name, lambda *args, value=value: value)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.usefixtures("pinned")
+def test_workers_whose_batches_are_pinned_are_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread of PyTorch's receives what they send."""
+    data = Fatal(tmp_path, {9: (stuck_workers.die, 1)})
+    assert read(data, num_workers=2, pin_memory=True) == read(num_workers=0)
+    assert len(lines_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("data", [Indices(4), Stream(lambda index, count: map(float, range(4)))])
+def test_the_training_process_pins_what_it_fetches(data: Any, pinned: list[torch.Tensor]) -> None:
+    before = torch.get_rng_state()
+    loader, sampler = create_dataloader(data, batch_size=2)
+    with rng.stream(0):
+        found = [*open_source(loader, sampler, run_seed=7, purpose=FETCH).batches(0)]
+    assert [*map(id, pinned)] == [id(batch) for (batch,) in found]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_batch_that_cannot_be_pickled_is_an_error_at_once(streams: bool) -> None:
     data: Any = Stream(lambda index, count: range(4)) if streams else Indices(4)
@@ -207,6 +320,22 @@ def test_an_error_of_the_data_set_is_none_of_a_worker(caplog: pytest.LogCaptureF
     assert not lines_of(caplog)
 
 
+class Broken(Sampler[list[int]]):
+    """Fails in the middle of a pass, after a worker died."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([index] for index in range(4))
+        kill_children()
+        for child in multiprocessing.active_children():
+            child.join()
+        raise FileNotFoundError("no more")
+
+
+def test_an_error_of_a_sampler_ends_a_pass_also_beside_a_death() -> None:
+    with pytest.raises(FileNotFoundError, match="no more"):
+        read(num_workers=1, batch_sampler=Broken(), shuffle=False, batch_size=1)
+
+
 @pytest.mark.shows("P141")
 @pytest.mark.parametrize("by_script", [True, False])
 def test_a_death_raises_nothing_where_training_is(
@@ -227,6 +356,20 @@ def test_a_death_raises_nothing_where_training_is(
     assert lines_of(caplog) == []
     assert len([*batches]) == LENGTH // 2 - 1
     assert len(lines_of(caplog)) == 1
+
+
+def test_a_loop_of_the_users_ends_with_an_error(tmp_path: Path) -> None:
+    data = Fatal(tmp_path, {9: (stuck_workers.die, 1)})
+    loader, _ = create_dataloader(
+        data, batch_size=2, num_workers=2, multiprocessing_context="fork", pin_memory=False
+    )
+    with pytest.raises(WorkerError, match="A loader worker died"):
+        list(loader)
+    for _ in loader:
+        break
+    del _
+    gc.collect()
+    assert multiprocessing.active_children() == []
 
 
 class Part:
@@ -276,6 +419,23 @@ def test_the_workers_of_a_stream_are_replaced(
     assert (tmp_path / "lost" / "loaded").exists() == (kind is StatefulPart)
 
 
+def test_a_replay_may_take_longer_than_a_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read_slowly(index: int, count: int) -> Iterator[float]:
+        for position in range(60):
+            time.sleep(0.05)
+            if position == 50 and not (tmp_path / "died").exists():
+                (tmp_path / "died").touch()
+                stuck_workers.die()
+            yield float(position)
+
+    options: Any = {"shuffle": False, "batch_size": 1, "worker_timeout": 2.0}
+    source = make(Stream(read_slowly), num_workers=1, **options)
+    assert [float(batch) for (batch,) in source.batches(0)] == [*range(60)]
+    assert len(lines_of(caplog)) == 1
+
+
 def test_a_stream_that_ends_every_worker_is_an_error() -> None:
     source = make(Stream(lambda index, count: stuck_workers.die()), num_workers=1, shuffle=False)
     with pytest.raises(WorkerError, match=r"lost 3 times.*batch 0 of epoch 1"):
@@ -319,6 +479,18 @@ class _Counted(_MultiProcessingDataLoaderIter):
         found = super().__next__()
         self.num_returned += 1
         return found
+
+
+def test_a_loader_of_the_users_goes_on_from_its_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Fatal(tmp_path, {9: (stuck_workers.die, 1)})
+    loader = Resumable(data, 2, num_workers=2, multiprocessing_context="fork")
+    batches = open_source(loader, None, run_seed=7, purpose=FETCH).batches(0)
+    found = torch.cat([batch for (batch,) in batches])[:, 0].tolist()
+    assert found == [*range(LENGTH)]
+    [line] = lines_of(caplog)
+    assert line.endswith("New workers take their place.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,8 +563,11 @@ def _train_lossy(rank: int, folder: Path, setting: Lossy) -> list[str]:
 @pytest.mark.parametrize(
     ("number", "num_ranks", "method"),
     [
+        (signal.SIGKILL, 1, "fork"),
         (signal.SIGKILL, 2, "fork"),
+        pytest.param(signal.SIGKILL, 4, "fork", marks=pytest.mark.full),
         pytest.param(signal.SIGKILL, 1, "spawn", marks=pytest.mark.full),
+        pytest.param(signal.SIGKILL, 2, "forkserver", marks=pytest.mark.full),
         pytest.param(signal.SIGSTOP, 4, "fork", marks=pytest.mark.full),
     ],
 )
@@ -435,3 +610,16 @@ def test_a_worker_frees_nothing_that_the_training_process_has_dropped(tmp_path: 
         read(Collecting(LENGTH), num_workers=2)
     gc.collect()
     assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
+
+
+def test_pytorch_has_the_private_names_that_are_used() -> None:
+    loader = DataLoader(
+        Indices(4), num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    items = iter(loader)
+    assert loader._iterator is items
+    [worker] = items._workers
+    assert worker.is_alive()
+    assert items._worker_result_queue._writer.fileno()
+    items._shutdown_workers()
+    assert not worker.is_alive()

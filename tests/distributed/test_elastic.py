@@ -6,13 +6,17 @@ compared on bytes, undisturbed and after kills with a restart on another number 
 
 from __future__ import annotations
 
+import contextlib
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from helios.plugins import Plugin
+from helios.replicas.tree_reducer import TreeReducer
 from helios.state import TrainingState
 from tests.support.elastic import Bits, Elastic, KillRank, assert_same, read_bits, train
 from tests.support.ranks import RankError, run_ranks
@@ -109,11 +113,33 @@ def test_any_number_of_processes_gives_the_same_bits(
     assert replicas == set(range(num_replicas))
 
 
-def test_workers_and_epochs_change_no_bit_either(tmp_path: Path) -> None:
-    setting = Elastic(num_replicas=3, unit="epoch", total_steps=3, accumulation=2)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("unit", ["epoch", "iteration"])
+def test_workers_and_epochs_change_no_bit_either(tmp_path: Path, unit: str) -> None:
+    steps = 3 if unit == "epoch" else 12
+    setting = Elastic(num_replicas=3, unit=unit, total_steps=steps, accumulation=2)
     alone = run_to_end(tmp_path / "alone", 1, setting)
     with_workers = Elastic(**{**vars(setting), "num_workers": 2})
     assert_same(run_to_end(tmp_path / "several", 2, with_workers), alone)
+
+
+def _work_with_stock_reduction(rank: int, folder: Path, setting: Elastic) -> None:
+    def reduce(self: TreeReducer, sums: dict[range, torch.Tensor]) -> torch.Tensor:
+        (tensor,) = sums.values()
+        dist.all_reduce(tensor)
+        return tensor
+
+    TreeReducer.all_reduce = reduce  # type: ignore[method-assign, assignment]
+    train(folder, setting)
+
+
+@pytest.mark.shows("E43")
+def test_a_stock_all_reduce_gives_other_bits_on_three_ranks(tmp_path: Path) -> None:
+    setting = make_setting(3, 1)
+    alone = run_to_end(tmp_path / "alone", 1, setting)
+    run_ranks(_work_with_stock_reduction, 3, tmp_path / "stock", setting)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same(read_bits(tmp_path / "stock"), alone)
 
 
 @pytest.mark.shows("H7", "P4")
@@ -138,9 +164,12 @@ def test_each_start_may_have_another_number_of_processes(
     assert_same(read_bits(tmp_path / "several"), alone)
 
 
-def test_what_is_asked_for_behind_a_safe_point_waits_for_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_what_is_asked_for_behind_a_safe_point_waits_for_the_next(
+    tmp_path: Path, num_processes: int
+) -> None:
     """One process alone asks; the run leaves at the same step for any number of them."""
-    run(tmp_path, 2, make_setting(2, 1), InterruptAtSave())
+    run(tmp_path, num_processes, make_setting(2, 1), InterruptAtSave())
     assert sorted(read_bits(tmp_path).means) == [1, 2]
 
 
@@ -164,4 +193,25 @@ def test_after_a_kill_another_number_of_processes_goes_on(
     with pytest.raises(RankError, match="-9"):
         run(tmp_path / "several", 3, setting, KillRank(event, iteration, rank))
     run(tmp_path / "several", 2, setting)
+    assert_same(read_bits(tmp_path / "several"), alone)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
+def test_kills_at_random_moments_change_no_bit(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    num_replicas = chance.choice((3, 4, 6))
+    setting = make_setting(num_replicas, chance.choice((1, 2)), num_workers=chance.choice((0, 1)))
+    alone = run_to_end(tmp_path / "alone", 1, setting)
+    events = ["on_training_batch_start", "on_forward_end", "on_backward_end", "on_log"]
+    events += ["on_optimizer_step_end", "on_training_batch_end", "on_save_checkpoint"]
+    iteration = 0
+    for _ in range(5):
+        iteration += chance.randint(1, 3)
+        num_processes = chance.randint(1, min(4, num_replicas))
+        rank = chance.choice((None, chance.randrange(num_processes)))
+        kill = KillRank(chance.choice(events), iteration, rank)
+        with contextlib.suppress(RankError):  # the run may be over before the kill
+            run(tmp_path / "several", num_processes, setting, kill)
+    run(tmp_path / "several", chance.randint(1, min(4, num_replicas)), setting)
     assert_same(read_bits(tmp_path / "several"), alone)
