@@ -52,3 +52,8 @@ def test_the_dictionary_of_a_state_is_a_copy_that_builds_an_equal_one() -> None:
     assert TrainingState(**table) == state
     table["global_iteration"] = 9
     assert state.global_iteration == 3
+
+
+@pytest.mark.parametrize("unit", list(TrainingUnit))
+def test_a_unit_is_found_by_its_name_in_lower_case(unit: TrainingUnit) -> None:
+    assert TrainingUnit.from_str(unit.name.lower()) is unit

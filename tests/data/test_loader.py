@@ -15,13 +15,14 @@ from helios.data import (
     create_dataloader,
 )
 from helios.data.loader import KeyedBatchSampler
+from helios.data.phase_sources import open_source
 from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
     ResumableSequentialSampler,
 )
 from helios.errors import ArgumentError, ArgumentTypeError
-from tests.data.datasets import Indices, as_lists
+from tests.data.datasets import FETCH, Indices, as_lists, walk
 
 
 class Unsized(Dataset):
@@ -147,3 +148,15 @@ def test_workers_are_seeded_before_the_function_of_the_user_runs() -> None:
     assert worker_id == 0
     assert number == random.random()
     assert numpy_number == rng.get_default_numpy_rng().generator.random()
+
+
+def test_the_seed_of_a_worker_follows_from_the_position() -> None:
+    def find_seed(*epochs: int) -> list[float]:
+        options: Any = {"num_workers": 1, "worker_init_fn": note_numbers}
+        source = open_source(
+            *create_dataloader(InitialNumbers(), **options), run_seed=1, purpose=FETCH
+        )
+        return [walk(source, epoch)[0].tolist() for epoch in epochs][-1]
+
+    assert find_seed(0, 1) == find_seed(1)
+    assert find_seed(0) != find_seed(1)

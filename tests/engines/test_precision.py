@@ -162,3 +162,17 @@ def test_a_run_in_low_precision_resumes_everywhere(tmp_path: Path) -> None:
     whole = resume_everywhere(lambda folder: train(folder, setting), tmp_path)
     full = train(tmp_path / "full", Setting(total_steps=8, accumulation=2))
     assert whole.records != full.records
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_scale": 0.0}, r"fp16\(init_scale=\.\.\.\) must be a positive number, got 0.0"),
+        ({"growth_factor": 1.0}, r"growth_factor=\.\.\.\) must be a number above 1, got 1.0"),
+        ({"backoff_factor": 1}, "must be a number between 0 and 1, got 1. Omit it for 0.5"),
+        ({"growth_interval": 0}, r"growth_interval=\.\.\.\) must be a positive int, got 0"),
+    ],
+)
+def test_a_wrong_option_of_the_scaler_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Precision.fp16(**options)

@@ -229,3 +229,17 @@ def test_a_model_sees_the_run_and_logs_a_number_of_its_own() -> None:
         model.context  # noqa: B018 - a property that raises
     trainer.validate(model, Numbers())
     assert model.seen[-1] == ("validation", 4, True)
+
+
+def test_defaults_are_the_historical_ones() -> None:
+    model = Net()
+    assert model.trained_state_dict(1, two=2) == {}
+    assert model.types_for_safe_load() == []
+    assert model.append_metadata_to_chkpt_name("name") == "name"
+    assert model.append_to_banner("banner") == "banner"
+    assert model.train_step(None, TrainingState()) is None
+    assert model.valid_step(None, 0) is None
+    assert model.test_step(None, 0) is None
+    assert model.have_metrics_improved() is True
+    assert model.should_training_stop() is False
+    model.load_for_testing()

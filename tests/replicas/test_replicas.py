@@ -140,3 +140,12 @@ def test_tensors_of_the_first_replica_become_everybodys(num_processes: int) -> N
         column = torch.full((3, 4), float(rank))
         column[:, 1] = 0.0
         assert whole == bits(column)
+
+
+def test_one_process_may_carry_all_replicas() -> None:
+    whole = Replicas(5)
+    assert (whole.num_replicas, whole.num_processes, whole.local_replicas) == (5, 1, range(5))
+    assert whole.has_single_process
+    assert not whole.has_single_replica
+    assert not whole.has_one_per_process
+    assert whole.reducer.block == whole.local_replicas
