@@ -138,7 +138,7 @@ _LIMITS = {
 
 
 def level_of(findings: Iterable[Finding], level: Level) -> Level:
-    """Return the level with some findings."""
+    """Return the level that is left after some findings."""
     for finding in findings:
         level = level.at_most(_LIMITS.get(finding.kind, level))
     return level

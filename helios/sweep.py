@@ -332,7 +332,8 @@ class Trial(optuna.Trial):
                 raise RunMismatchError(
                     f"The range of {name!r} must be the same in all trials of a sweep, but in "
                     f"trial {trial.number} it was {before}, and now it is {distribution}. Restore "
-                    "it, give the parameter another name, or pass another folder to the sweep."
+                    "it, give the parameter another name, or pass another folder to the sweep. A "
+                    "range must not depend on other parameters."
                 )
 
 

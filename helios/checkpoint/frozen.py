@@ -51,7 +51,7 @@ class FrozenWeights:
 
     Args:
         model: the model, after its setup and before anything is loaded.
-        before: the digests of what its setup has made the time before; ``None`` if it is not known.
+        before: the digests from an earlier call of its setup; ``None`` without one.
 
     Attributes:
         digests: those of what is frozen, by name.
@@ -75,7 +75,7 @@ class FrozenWeights:
         items = set() if before is None else before.items() ^ self.digests.items()
         if items:
             raise UsageError(
-                f"setup() of {type(model).__name__} makes other frozen weights each time: "
+                f"setup() of {type(model).__name__} makes different frozen weights each time: "
                 f"{some_text(sorted({name for name, _ in items}))}. {_MUST_REPEAT}"
             )
 

@@ -103,7 +103,8 @@ class Arguments:
             found = self._parser.parse_args(list(words))
         except argparse.ArgumentError as error:
             known = [*vars(self._parser.get_defaults().as_flat())]
-            raise ArgumentError(Mistakes(self._kinds, known).explain(error.message)) from None
+            mistakes = Mistakes(self._kinds, known, words)
+            raise ArgumentError(mistakes.explain(error.message)) from None
         text = self._parser.dump(found, format="json", skip_unset=False)
         tree: dict[str, Any] = {"model": {}, "data": {}, **json.loads(text)}
         checkpoint = tree.pop("checkpoint", "auto")

@@ -11,7 +11,10 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+
+import yaml
 
 from helios import plugins
 from helios.start.options import MEANT, ROWS
@@ -35,11 +38,15 @@ class Mistakes:
     Args:
         kinds: the classes whose arguments are options, by the name before these.
         known: the names of all options.
+        words: the command line.
     """
 
-    def __init__(self, kinds: Mapping[str, type], known: Sequence[str]) -> None:
+    def __init__(
+        self, kinds: Mapping[str, type], known: Sequence[str], words: Sequence[str]
+    ) -> None:
         self._kinds = dict(kinds)
         self._known = list(known)
+        self._words = words
 
     def explain(self, message: str, prefix: str = "") -> str:
         """Return what an error of jsonargparse means.
@@ -62,7 +69,7 @@ class Mistakes:
             return "\n".join(self._ask_for(f"{prefix}{name}") for name in found[1].split(", "))
         if found := _WRONG.search(message):
             return self._refuse_value(f"{prefix}{found[1]}", found[2])
-        place = f"--{prefix[:-1]}: " if prefix else ""
+        place = f"--{prefix[:-1]}: " if prefix else self._find_broken()
         return f"{place}{' '.join(message.split())}"
 
     def _enter(self, place: str, kind: object) -> None:
@@ -112,6 +119,18 @@ class Mistakes:
             if argument in hints:
                 return hints[argument]
         return None
+
+    def _find_broken(self) -> str:
+        """Return the file that is no YAML, with a colon; empty if all are."""
+        pairs = zip(self._words, [*self._words[1:], ""], strict=True)
+        options = [(word.partition("="), after) for word, after in pairs]
+        paths = [Path(value or after) for (name, _, value), after in options if name == "--config"]
+        for path in filter(Path.is_file, paths):
+            try:
+                yaml.safe_load(path.read_text("utf-8"))
+            except (UnicodeDecodeError, yaml.YAMLError):
+                return f"{path}: "
+        return ""
 
 
 def _type_text(hint: Any) -> str:

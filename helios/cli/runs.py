@@ -47,7 +47,7 @@ def compare_two(namespace: argparse.Namespace) -> Answer:
     checkpoints = [path for path in paths if path.suffix in suffixes]
     if len(checkpoints) == 1:
         raise ArgumentError(
-            "helios diff must get two runs or two checkpoints, got one of each: "
+            "The arguments must be two runs or two checkpoints, got one of each: "
             f"{', '.join(map(str, paths))}. Pass the folders of both runs, or a checkpoint of both."
         )
     if checkpoints:

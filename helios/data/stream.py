@@ -484,7 +484,7 @@ class _StreamBatches(BatchIterator):
         following = self._read()
         pairs = list(zip(self._share.block, found, strict=True))
         self.states = {replica: each.state for replica, each in pairs if each is not None}
-        self._sizes = [each.size for each in found if each is not None]
+        self._sizes = [0 if each is None else each.size for each in found]
         self._following, self.is_last = following, following is None
         return [NO_BATCH if each is None else each.batch for each in found]
 

@@ -57,7 +57,7 @@ def _check_gpu_ids(gpus: list[int], count: int, caller: str) -> None:
     if missing:
         raise ArgumentError(
             f"{caller}(gpus=...) must name GPUs of this machine (it has {count}), got {gpus}. "
-            "Pass ids of these, or omit gpus to train on the available devices."
+            "Pass ids below that, or omit gpus to train on the available devices."
         )
 
 

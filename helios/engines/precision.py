@@ -103,7 +103,7 @@ class Precision:
     def __post_init__(self) -> None:
         if not isinstance(self.value, str) or self.value not in _DTYPES:
             raise ArgumentError(
-                f'Precision must be "fp32", "bf16" or "fp16", got {self.value!r}. Use one.'
+                f'Precision must be "fp32", "bf16" or "fp16", got {self.value!r}. Use one of these.'
             )
         is_scaled = self.value == "fp16"
         if is_scaled and self.scaler is None:

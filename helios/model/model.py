@@ -70,7 +70,7 @@ _AROUND_VALID_STEP = ("on_validation_start", "on_validation_batch_start", "on_va
 def find_test_step(model: Model) -> str:
     """Return the name of the step that tests a model; empty if it has none.
 
-    A test does not call the model's events of a validation, on which its ``valid_step`` may rely.
+    A test does not call the model's validation events, on which its ``valid_step`` may rely.
     """
     if model.batch_processor is not None or is_own(model, "test_step"):
         return "test_step"

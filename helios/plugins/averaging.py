@@ -251,7 +251,7 @@ class WeightAverage(Plugin, ABC):
         if unknown := sorted(set(paths) - networks.keys()):
             raise ArgumentError(
                 f"{type(self).__name__}(network=...) must name networks of the model "
-                f"({sorted(networks)}), got {unknown}. Pass names of these."
+                f"({sorted(networks)}), got {unknown}. Pass some of these names."
             )
         return {path: networks[path] for path in paths if self._tensors_of(networks[path])}
 

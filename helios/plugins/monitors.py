@@ -7,6 +7,7 @@ on the device of the gradients, and read only when logging is due.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,8 @@ from helios.core.wrappers import name_parameters
 from helios.counters import TrainingState
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @PLUGIN_REGISTRY.register
@@ -95,7 +98,7 @@ class GradientNormMonitor(Plugin):
     in no network is named by its optimizer and number. If logging is due inside a window, the norm
     of the last update is logged.
 
-    In manual mode, no norm can be measured.
+    In manual mode, norms cannot be measured; a warning says so once.
 
     Args:
         norm_type: the ``p`` of the norm; ``inf`` for the largest magnitude.
@@ -108,7 +111,7 @@ class GradientNormMonitor(Plugin):
         'gradient-norm'
     """
 
-    _internals: ClassVar[str] = "_names _norm_type _norms _per_network _per_parameter"
+    _internals: ClassVar[str] = "_has_warned _names _norm_type _norms _per_network _per_parameter"
 
     def __init__(
         self,
@@ -128,6 +131,7 @@ class GradientNormMonitor(Plugin):
         """Start without a norm; a checkpoint restores it."""
         self._norms: dict[str, dict[str, Tensor]] = {}
         self._names: dict[Tensor, tuple[str, str]] = {}
+        self._has_warned = False
 
     @asks_nothing
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
@@ -171,6 +175,17 @@ class GradientNormMonitor(Plugin):
         # One transfer for all: reading each number separately waits for the device each time.
         numbers = torch.stack([norm.to(device) for norm in norms.values()]).tolist()
         self.context.log(dict(zip(norms, numbers, strict=True)))
+
+    @asks_nothing
+    def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
+        """Warn once that manual steps cannot be measured."""
+        if not self._norms and not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "Plugin %r has nothing to log: train_step returns None, so the model steps its "
+                "optimizers itself. Return the loss, or log the norm there.",
+                self.plug_id,
+            )
 
     def teardown(self) -> None:
         """Release the parameters."""

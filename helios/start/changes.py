@@ -142,7 +142,7 @@ def _is_still_finished(options: Options, record: Record, reason: str) -> bool:
 
 
 def has_ended(options: Options, record: Record) -> bool:
-    """Return whether nothing is left to train, even if a kill has prevented the mark of the end."""
+    """Return whether nothing is left to train, even if a kill came before the end was recorded."""
     state, cursor = TrainingState(**record.training_state), Cursor(**record.cursor)
     is_stopped = cursor.stop_reason and not is_extended(options, record.options)
     return bool(is_stopped or find_limit(options.limits, state, cursor))

@@ -235,7 +235,7 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 
 class Heard(NamedTuple):
-    """The knowledge of a rank about all ranks.
+    """What a rank knows of all ranks.
 
     Attributes:
         words: what the ranks say that answer, by rank.

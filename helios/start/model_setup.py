@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import logging
 import re
@@ -99,6 +100,8 @@ def try_base(model: Model, build: Callable[[], object]) -> dict[str, str]:
         build()
         digests = FrozenWeights(model).digests
     rng.load_states(states)
+    # Optimizers and schedulers know each other, so the base of the trial keeps its memory.
+    gc.collect()
     return digests
 
 
@@ -399,7 +402,7 @@ class SetupContext:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """As :attr:`helios.Context.steps_per_epoch`; in an evaluation, as for the other one."""
+        """As :attr:`helios.Context.steps_per_epoch`; in an evaluation, that of the checkpoint."""
         return self._count("steps_per_epoch", count_steps_per_epoch)
 
     def _count(self, name: str, count: Callable[[Schedule, Source], int | None]) -> int | None:

@@ -277,7 +277,7 @@ def _changes(name: str, value: Any) -> tuple[str, ...]:
     unknown = [each for each in names if each not in known and not each.startswith(PARAMS)]
     if unknown:
         rule = f"names among {', '.join(known)}, or names such as params.lr"
-        raise _refusal(name, rule, unknown, "Pass names of these.")
+        raise _refusal(name, rule, unknown, "Pass some of these names.")
     return tuple(names)
 
 
@@ -371,9 +371,8 @@ class Options:
                     raise _refusal(name, rule, getattr(self, name), "Omit one of them.")
             is_set = self._differs(name) and getattr(self, name) is not None
             if row.needs and is_set and getattr(self, row.needs) is None:
-                raise ArgumentError(
-                    f"Trainer({name}=...) needs {row.needs}. Pass {row.needs}=Path(...)."
-                )
+                rule, remedy = f"a folder, which {name} needs", f"Pass {row.needs}=Path(...)."
+                raise _refusal(row.needs, rule, None, remedy)
 
     def _find_length(self) -> dict[str, Any]:
         """Return unit and length, as they follow from the new names, or the old frequencies."""

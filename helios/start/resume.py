@@ -275,7 +275,7 @@ _MOST_SHOWN = 8
 _UNKNOWN = "It cannot be checked whether the training data is the same as before: %s depends on %s."
 
 
-# ---- is the data that which the run was trained on?
+# ---- is this the data that the run was trained on?
 
 
 class _Trained(NamedTuple):

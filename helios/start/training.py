@@ -162,7 +162,7 @@ def set_up_training(
     if make is not None:
         recorders = make(identity, level)
     elif origin.folder is not None and options.writes_ledger:
-        facts = _describe_start(run, declared.params, setup_changes, level)
+        facts = _describe_start(run, declared.params, setup_changes, level, machine)
         recorders = make_recorders(
             origin, run.model, run.replicas, identity, facts, changes=changes
         )
@@ -308,13 +308,17 @@ def _require_complete(run: Run, record: Record) -> None:
 
 
 def _describe_start(
-    run: Run, params: dict[str, Any], changes: StartChanges, level: Reproducibility
+    run: Run,
+    params: dict[str, Any],
+    changes: StartChanges,
+    level: Reproducibility,
+    machine: dict[str, str],
 ) -> dict[str, Any]:
     """Return what the file of the run's events says of this start."""
     given = {name: run.options.plain(name) for name in ROWS if name not in ("params", "plugins")}
     return {
         "helios": __version__,
-        "machine": describe_machine(run.engine.device),
+        "machine": machine,
         "level": str(level),
         "command": without_secret_words(sys.argv),
         "params": params,

@@ -241,7 +241,9 @@ class Builder:
                 "setup(), or return the type from types_for_safe_load()."
             )
         if not issubclass(kind, base):
-            raise StateError(f"{path} was saved as a {name}, which is not a {base.__name__} now.")
+            raise StateError(
+                f"{path} was saved as a {name}, which is no longer a kind of {base.__name__}."
+            )
         return kind
 
     def _object(self, path: str, code: dict[str, Any]) -> Any:

@@ -1,12 +1,13 @@
 """A file of rows that stays exact when a run is resumed: no row is duplicated or lost.
 
-A checkpoint records the size of the file (:meth:`RowFile.mark`). A resume truncates the file to
-that size, so rows of steps that are repeated occur once. Existing rows are never overwritten: a
-file that is shorter than its mark, or of another run, is moved aside.
+A checkpoint records the size and a digest of the file (:meth:`RowFile.mark`). A resume truncates
+the file to that size, so rows of steps that are repeated occur once. Existing rows are never
+overwritten: a file that does not match the mark is moved aside.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from helios.errors import UsageError
 from helios.storage import files
 
 _LOGGER = logging.getLogger(__name__)
+_CHUNK_BYTES = 1 << 20
 
 
 class RowFile:
@@ -31,6 +33,7 @@ class RowFile:
         self._path = Path(path).absolute()
         self._header = header.encode()
         self._handle: BinaryIO | None = None
+        self._digest = hashlib.sha256()
         self._size = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -40,7 +43,7 @@ class RowFile:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a closed file, as the constructor creates it."""
         vars(self).update(state)
-        self._handle, self._size = None, 0
+        self._handle, self._digest, self._size = None, hashlib.sha256(), 0
 
     @property
     def path(self) -> Path:
@@ -60,7 +63,7 @@ class RowFile:
     def restore(self, mark: Mapping[str, Any] | None = None) -> None:
         """Open the file: a new one, or an existing one truncated to a mark.
 
-        An existing file that is shorter than the mark, or for which there is no mark, is renamed to
+        An existing file that does not match the mark, or for which there is no mark, is renamed to
         ``<stem>.before-<n><suffix>`` with a warning, unless it contains no rows.
 
         Args:
@@ -74,10 +77,9 @@ class RowFile:
                 "It was moved to %s, and a new file is started."
             )
         elif self._cut_back(mark):
-            self._handle, self._size = self._path.open("ab"), mark["size"]
+            self._handle = self._path.open("ab")
             return
-        self._handle, self._size = files.create(self._path), 0
-        self.append(self._header.decode())
+        self._begin()
 
     def append(self, text: str) -> None:
         """Append complete rows with their line ends, and pass them to the operating system.
@@ -88,16 +90,23 @@ class RowFile:
         data, handle = text.encode(), self._get_handle()
         files.write(handle, data)
         handle.flush()
-        self._size += len(data)
+        self._count(data)
 
     def mark(self) -> dict[str, Any]:
-        """Wait until all rows are on the disk, and return the file's path and size in bytes.
+        """Wait until all rows are on the disk, and return the file's size and digest.
+
+        Returns:
+            The argument of :meth:`restore`: the path, the size in bytes and a digest.
 
         Raises:
             UsageError: if the file is not open.
         """
         files.fsync(self._get_handle())
-        return {"path": str(self._path), "size": self._size}
+        return {
+            "path": str(self._path),
+            "size": self._size,
+            "digest": self._digest.hexdigest(),
+        }
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -109,6 +118,15 @@ class RowFile:
         if self._handle is None:
             raise UsageError(f"RowFile {self._path} is not open. Call restore() first.")
         return self._handle
+
+    def _count(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._size += len(data)
+
+    def _begin(self) -> None:
+        self._digest, self._size = hashlib.sha256(), 0
+        self._handle = files.create(self._path)
+        self.append(self._header.decode())
 
     def _cut_back(self, mark: Mapping[str, Any]) -> bool:
         """Truncate the file to a mark; logs a warning and returns False if that is impossible."""
@@ -122,17 +140,31 @@ class RowFile:
                 mark["path"],
             )
             return False
-        size: int = mark["size"]
-        present = self._path.stat().st_size
-        if present > size:
-            files.truncate(self._path, size)
-        elif present < size:
-            self._move_aside(
-                f"%s is shorter than the {size} bytes that it had at the checkpoint. It was moved "
-                "to %s, and a new file is started, without the rows up to the checkpoint. To keep "
-                "them, stop and put the right file back."
-            )
-        return present >= size
+        size = self._path.stat().st_size
+        self._read_up_to(mark["size"])
+        if self._size == mark["size"] and self._digest.hexdigest() == mark["digest"]:
+            if size > mark["size"]:
+                self._drop_rest()
+            return True
+        self._move_aside(
+            f"%s was changed: its first {mark['size']} bytes differ from the checkpoint. It was "
+            "moved to %s, and a new file is started, without the rows up to the checkpoint. To "
+            "keep them, stop and put the right file back."
+        )
+        return False
+
+    def _drop_rest(self) -> None:
+        """Drop the rows after the mark: training repeats them."""
+        files.truncate(self._path, self._size)
+
+    def _read_up_to(self, size: int) -> None:
+        self._digest, self._size = hashlib.sha256(), 0
+        with self._path.open("rb") as handle:
+            while self._size < size:
+                data = handle.read(min(_CHUNK_BYTES, size - self._size))
+                if not data:
+                    return
+                self._count(data)
 
     def _move_aside(self, text: str) -> None:
         """Rename an existing file with rows, and log a warning with the old and new path."""

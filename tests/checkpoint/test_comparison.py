@@ -78,4 +78,4 @@ def test_the_command_names_a_flipped_bit(
         "  model.weight: 1 of 40 elements, by at most 1 ulp",
     ]
     assert main(["diff", str(one), str(tmp_path)]) == 2
-    assert "There is no ledger.jsonl in" in capsys.readouterr().err
+    assert "got one of each" in capsys.readouterr().err

@@ -320,7 +320,7 @@ def test_a_setup_that_makes_something_else_is_refused_by_name(
 
 
 def test_a_random_base_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"makes other frozen weights .*: base\.weight\. "):
+    with pytest.raises(UsageError, match=r"makes different frozen weights .*: base\.weight\. "):
         train(tmp_path, 1, Random())
     assert not [*tmp_path.rglob("*.pth")]
 

@@ -155,8 +155,7 @@ _MISTAKES = {
     "--trainer.engine nowhere.Engine": "--trainer.engine: No module named 'nowhere'",
     "--config typo.yaml": "There is no option --model.widht. Did you mean --model.width?",
     "--config wrong.yaml": "--model.width must be int, got 'wide'.",
-    "--config section.yaml": "There is no option --modle.width. Did you mean --model.width?",
-    "--config broken.yaml": "Problems parsing config: ",
+    "--config broken.yaml": "broken.yaml: Problems parsing config: ",
     "--config none.yaml": "--config: File does not exist",
     "more": "Unexpected words: more.",
 }

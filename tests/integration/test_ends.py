@@ -131,3 +131,15 @@ def test_the_exit_code_tells_an_end_from_an_interruption_and_an_error(
     with contextlib.nullcontext() if error is None else pytest.raises(error):
         trainer.fit(SmallModel(setting), IndexModule(setting))
     assert trainer.exit_code == code
+
+
+@pytest.mark.shows("L31")
+def test_a_second_fit_of_the_same_model_starts_from_nothing() -> None:
+    setting = Setting(total_steps=5, validates=False, valid_frequency=None)
+    trainer = helios.Trainer("", "iteration", 5, use_cpu=True, print_banner=False, random_seed=5)
+    model, data = SmallModel(setting), IndexModule(setting)
+    trainer.fit(model, data)
+    first, running = dict(model.records), dict(model._running_losses)
+    trainer.fit(model, data)
+    assert model.records == first
+    assert model._running_losses == running

@@ -201,7 +201,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "HF Trainer: a loss of another name": (
         lambda: _train(_with_step(lambda model, loss: {"train_loss": loss})),
-        r"got a dict of 'train_loss'. Add the losses up under 'loss'",
+        r"got a dict of 'train_loss'. Add the losses under 'loss'",
     ),
     "a yield for one of two optimizers": (
         lambda: _train(YieldsOnce()),
@@ -213,7 +213,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a hook without an argument": (
         lambda: _train(Line(), plugins=[Late("late")]),
-        r"\(state, should_log\).*takes \(state.*Correct",
+        r"\(state, should_log\).*takes \(state.*Fix",
     ),
     "a plugin that is a class": (
         lambda: _train(Line(), plugins=[Late]),

@@ -64,7 +64,12 @@ def test_a_metric_that_is_missing_is_an_error_that_shows_what_is_there() -> None
     with pytest.raises(UsageError) as caught:
         schedulers.after_validation({"loss": 1.0})
     message = str(caught.value)
-    for part in ("scheduler_interval['scheduler']", "'score'", "['loss']", "val_scores"):
+    for part in (
+        "scheduler_interval['scheduler']",
+        "'score'",
+        "['loss']",
+        "self.log",
+    ):
         assert part in message
 
 

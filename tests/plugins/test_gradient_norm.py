@@ -50,3 +50,18 @@ def test_the_norms_are_those_before_clipping(norm_type: float) -> None:
         False,
         True,
     ]
+
+
+class Manual(SmallModel):
+    """Steps its optimizer itself."""
+
+    def train_step(self, batch: Any, state: Any) -> None:
+        super().train_step(batch, state)
+
+
+def test_a_model_that_steps_itself_is_said_to_have_no_norms(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    setting = Setting(total_steps=3, print_frequency=1)
+    assert fit(Manual(setting), GradientNormMonitor()).points == {}
+    assert caplog.text.count("has nothing to log") == 1

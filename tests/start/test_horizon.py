@@ -190,7 +190,7 @@ def test_who_asks_in_setup_trains_with_the_same_bits(init: str) -> None:
 
 
 class Cosine(Net):
-    """The schedule of docs/recipes/find-learning-rate.md, with what it starts with."""
+    """The schedule of docs/recipes/learning-rate.md, with what it starts with."""
 
     def setup(self, fast_init: bool = False) -> None:
         super().setup(fast_init)

@@ -419,8 +419,8 @@ def test_a_tuple_that_is_met_often_is_written_once() -> None:
     [
         ({TAG: "ref", "name": "y"}, "y, which does not exist"),
         ({TAG: "object", "type": "subprocess.Popen", "fields": {}}, "types_for_safe_load"),
-        ({TAG: "enum", "type": f"{__name__}.Box", "name": "a"}, "no Enum"),
-        ({TAG: "tuple", "type": f"{__name__}.Box", "items": []}, "no tuple"),
+        ({TAG: "enum", "type": f"{__name__}.Box", "name": "a"}, "no longer a kind of Enum"),
+        ({TAG: "tuple", "type": f"{__name__}.Box", "items": []}, "no longer a kind of tuple"),
         ({TAG: "object", "type": f"{__name__}.Colour", "fields": {}}, "other content"),
         ({TAG: "set", "items": [[]]}, "damaged"),
         ({TAG: "unheard of"}, "unknown kind"),

@@ -32,6 +32,12 @@ def _go_on(path: Path, mark: dict[str, Any] | None, *rows: str) -> None:
     file.close()
 
 
+def test_a_new_file_begins_with_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "er" / "rows.csv"
+    _write(path, "1,2\n", "3,4\n")
+    assert path.read_bytes() == b"a,b\n1,2\n3,4\n"
+
+
 def test_a_mark_is_taken_once_all_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,16 +79,24 @@ def test_a_file_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert path.read_bytes() == b"a,b\n1,2\n"
 
 
-def test_a_file_that_is_shorter_than_its_mark_is_kept_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (b"a,b\n1,", "its first 8 bytes differ"),
+        (b"a,b\n9,2\n3,4\n", "its first 8 bytes differ"),
+        (b"a,b\r\n1,2\r\n", "its first 8 bytes differ"),
+    ],
+    ids=["shorter", "changed", "of other line ends"],
+)
+def test_a_file_that_is_not_the_marked_one_is_kept_aside(
+    now: bytes, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = b"a,b\n1,"
     path = tmp_path / "rows.csv"
     mark = _write(path, "1,2\n")
     path.write_bytes(now)
     _go_on(path, mark, "3,4\n")
     (message,) = caplog.messages
-    assert "shorter than the 8 bytes" in message
+    assert says in message
     assert "without the rows up to the checkpoint" in message
     assert (tmp_path / "rows.before-1.csv").read_bytes() == now
     assert path.read_bytes() == b"a,b\n3,4\n"

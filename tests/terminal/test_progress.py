@@ -115,7 +115,7 @@ def test_epochs_have_two_bars_and_an_evaluation_one_that_goes_away(
     advance(display, time, 5, seconds=2.0, loss=0.12341)
     epochs, steps = terminal.rows()[:2]
     assert re.match(r"epochs: +50%\|.*\| 2/4 ", epochs)
-    assert re.match(r"steps: +50%\|.*\| 5/10 .*, loss 0\.1234, .*MiB", steps)
+    assert re.match(r"steps: +50%\|.*\| 5/10 .*, loss 0\.1234, .*[MG]iB", steps)
     advance(display, time, 5, seconds=2.0)
     display.epoch_ended()
     display.evaluated("validation", 0, 4)

@@ -155,14 +155,8 @@ class Failing(Quiet):
 
 
 def fit(folder: Path, **options: Any) -> None:
-    trainer = helios.Trainer(
-        total_steps=2,
-        valid_frequency=1,
-        use_cpu=True,
-        enable_file_logging=True,
-        log_path=folder,
-        **options,
-    )
+    options = {"total_steps": 2, "valid_frequency": 1, **options}
+    trainer = helios.Trainer(use_cpu=True, enable_file_logging=True, log_path=folder, **options)
     trainer.fit(Line("line"), Data())
 
 
@@ -209,3 +203,17 @@ def test_ranks_write_to_the_handlers_of_the_process_that_starts_them(
     assert "has ended" not in capfd.readouterr().err
     (file,) = tmp_path.iterdir()
     require_once(file.read_text())
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_resume_says_once_that_the_log_file_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_lost: bool
+) -> None:
+    options: dict[str, Any] = {"chkpt_root": tmp_path / "runs", "chkpt_frequency": 1}
+    fit(tmp_path / "logs", **options)
+    if is_lost:
+        (file,) = (tmp_path / "logs").iterdir()
+        file.unlink()
+    caplog.clear()
+    fit(tmp_path / "logs", **options, total_steps=3)
+    assert caplog.text.count("The log file of the resumed run is missing") == is_lost

@@ -61,7 +61,7 @@ LEFT_OUT = {
         "tests/engines/test_scaler.py::test_backward_scales_and_the_average_unscales",
     ),
     "a file of rows is not cut back at a resume": (
-        "helios.storage.files:truncate",
+        "helios.storage.row_file:RowFile._drop_rest",
         "tests/storage/test_row_file.py::test_a_file_is_cut_back_to_its_mark_and_goes_on",
     ),
     "the state of a metric is not restored": (
