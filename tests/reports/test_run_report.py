@@ -259,3 +259,12 @@ def test_without_matplotlib_one_line_says_what_to_install(
         assert "pip install 'helios-trainer[report]'" in line
     assert main(["compare", one, two]) == 0
     assert main(["ls", one]) == 0
+
+
+@pytest.mark.shows("P44")
+def test_many_losses_make_no_large_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"part {number}" for number in range(60)]
+    write_ledger(tmp_path, [math.sin(n) for n in range(2_000)], names=names)
+    text, _ = make_page(tmp_path, capsys)
+    assert len(text.encode()) < 2_000_000
+    assert "36 more curves are not drawn" in text
