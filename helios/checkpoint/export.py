@@ -113,7 +113,7 @@ def select_weights(
             prefix = "" if is_alone else f"{path}."
             known = averages.get(path, {})
             if is_trained:
-                known = {name: average for name, average in known.items() if name in part}
+                known = {name: tensor for name, tensor in known.items() if name in part}
             weights.add(prefix, _averaged(part, known, path))
         weights.add("", loose)
     if not weights.tensors:

@@ -359,9 +359,9 @@ class SetupContext:
         names = [*self._find_dependent()]
         if names:
             raise UsageError(
-                f"{type(self.model).__name__}.setup() calls load_weights, and makes "
-                f"{', '.join(names)} after that or from these weights, which no checkpoint will "
-                "hold: a resume does not load them, and would make something else. Make it before "
+                f"{type(self.model).__name__}.setup() calls load_weights, and computes "
+                f"{', '.join(names)} after it or from these weights. No checkpoint holds that, and "
+                "a resume does not load the weights, so it would differ. Compute it before "
                 "load_weights, or pass load_weights(..., every_start=True)."
             )
 

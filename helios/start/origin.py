@@ -6,9 +6,9 @@ folder at a time: rank 0 writes, and every process reads at the next start.
 The folder is read twice. :func:`find_stored` returns the number of replicas, on which the number of
 processes depends: only these processes can take the lock, and until then another run may change the
 folder. Therefore :func:`find_origin` searches again under the lock, in one listing, and its
-:class:`Origin` holds everything that a training needs from then on.
+:class:`Origin` holds everything that the run needs from then on.
 
-An evaluation takes no lock: a training may be writing to the folder, and deletes old checkpoints. A
+An evaluation takes no lock: a run may be writing to the folder, and deletes old checkpoints. A
 file that disappears while it is loaded, in one process or between two, is not an error: a newer one
 was committed before, and is searched for then.
 """
@@ -47,7 +47,7 @@ from helios.start.processes import Stored
 from helios.storage import files
 from helios.storage.files import as_local_path
 from helios.storage.folder_lock import FolderLock
-from helios.text import number_text
+from helios.text import number_text, some_text
 
 if TYPE_CHECKING:
     from helios.start.run import Run
@@ -245,8 +245,6 @@ def choose_checkpoint(run: Run, asked: Choice, *, has_fitted: bool) -> Checkpoin
 
 
 _MAX_NAMES = 8
-
-
 _UNTRAINED = "To evaluate a model that was never trained, pass checkpoint=None."
 
 
@@ -397,8 +395,7 @@ def _list_runs(path: Path) -> str:
         return f"{root} is itself the folder of a run: pass its parent as chkpt_root."
     if not names:
         return f"{root} {'holds no runs' if root.is_dir() else 'does not exist'}: check chkpt_root."
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"The runs there are: {', '.join(names[:_MAX_NAMES])}{more}. Pass the save_name of one."
+    return f"The runs there are: {some_text(names, _MAX_NAMES)}. Pass the save_name of one."
 
 
 def _describe(folder: RunFolder | None) -> str:
@@ -412,7 +409,7 @@ def _describe(folder: RunFolder | None) -> str:
     return f"{folder.path} holds {', '.join(reversed(names[-_MAX_NAMES:]))}{more}. "
 
 
-# ---- where a training starts
+# ---- where a run starts
 
 
 def require_writable(run: Run) -> None:

@@ -271,11 +271,10 @@ def _compare_machine(training: Training, record: Record) -> None:
         training.changes += changes
 
 
+# ---- is this the data that the run was trained on?
+
 _MOST_SHOWN = 8
 _UNKNOWN = "It cannot be checked whether the training data is the same as before: %s depends on %s."
-
-
-# ---- is this the data that the run was trained on?
 
 
 class _Trained(NamedTuple):

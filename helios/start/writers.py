@@ -1,4 +1,4 @@
-"""What a training writes into its folder: checkpoints, the ledger, and the file of its events."""
+"""What a run writes into its folder: checkpoints, the ledger, and the file of its events."""
 
 from __future__ import annotations
 
@@ -219,10 +219,9 @@ class Saves:
         return self._is_shorter and loaded is not None and loaded.path == newest
 
 
-_MOST_CHARACTERS = 300
-
-
 # ---- the ledger, and the file of events
+
+_MOST_CHARACTERS = 300
 
 
 def hash_definition(definition: Mapping[str, Any], replicas: Replicas) -> str:
