@@ -35,8 +35,6 @@ class Iteration:
         losses: the table of losses, after the last event that may change it.
         means: the losses before the last events, as float64 means over replicas, for recorders.
         weighted: the sums and weights of losses that are weighted means.
-        beside: replicas of this process, and the numbers that their steps have logged or returned
-            along with the losses; each alone, or as a sum with its weight.
         rates: the learning rates that steps have used, of optimizers whose schedulers may have
             changed them since.
         norm: the norm of the gradients before ``clip_norm``; ``None`` if none was computed.
@@ -51,7 +49,6 @@ class Iteration:
     losses: Mapping[str, Any] = field(default_factory=dict)
     means: Mapping[str, Any] = field(default_factory=dict)
     weighted: WeightedSums = field(default_factory=dict)
-    beside: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     rates: dict[Optimizer, list[Any]] = field(default_factory=dict)
     norm: Tensor | None = None
     totals: Sequence[float] = ()

@@ -186,26 +186,29 @@ class LossMeans(IterationListener):
             # Neither is the difference of two infinities.
             if value - value != 0:
                 self._warn_of_nonfinite(name, value)
-        if iteration.beside:
-            self._add_beside(iteration.beside)
         if iteration.is_last:
             self.report_nonfinite()
 
-    def _add_beside(self, beside: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
-        for replica, numbers in beside:
-            totals = self._beside.setdefault(replica, {})
-            for name, number in numbers.items():
-                weight = 1.0
-                if type(number) is tuple:
-                    number, weight = number
-                total = totals.get(name)
-                if total is None or type(number) is not float or type(total.sums) is not list:
-                    self._add_other(totals, name, _read(number), weight)
-                    continue
-                total.count += weight
-                sums = total.sums
-                for viewer in self._viewers:
-                    sums[viewer] += number
+    def add_beside(self, replica: int, numbers: Mapping[str, Any]) -> None:
+        """Add what the step of a replica has logged, or has returned along with its losses.
+
+        Args:
+            replica: the replica.
+            numbers: by name; each alone, or as a sum with its weight.
+        """
+        totals = self._beside.setdefault(replica, {})
+        for name, number in numbers.items():
+            weight = 1.0
+            if type(number) is tuple:
+                number, weight = number
+            total = totals.get(name)
+            if total is None or type(number) is not float or type(total.sums) is not list:
+                self._add_other(totals, name, _read(number), weight)
+                continue
+            total.count += weight
+            sums = total.sums
+            for viewer in self._viewers:
+                sums[viewer] += number
 
     def _add_other(
         self, totals: _Totals, name: str, number: float | Tensor | None, weight: float = 1

@@ -180,11 +180,12 @@ def read_rates(optimizer: Optimizer) -> list[Any]:
 
     A group without a rate is skipped.
     """
-    return [
-        rate.clone() if isinstance(rate, Tensor) else rate
-        for group in optimizer.param_groups
-        if (rate := group.get("lr")) is not None
-    ]
+    rates = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if rate is not None:
+            rates.append(rate.clone() if isinstance(rate, Tensor) else rate)
+    return rates
 
 
 def flush_outputs() -> None:

@@ -27,7 +27,7 @@ from helios.ledger.line import Hashes, LineReceiver, write_body, write_hash, wri
 from helios.listeners import Iteration, Recorder, Validated
 from helios.storage.content_hash import (
     Content,
-    add_over,
+    factor_of,
     fingerprint,
     fingerprint_indices,
     read_safely,
@@ -153,14 +153,12 @@ class LedgerWriter(Recorder):
                 rest = self._digests()
         if self._book is None:
             return
-        read = self._read
-        rates = self._find_rates(iteration.rates)
-        losses = {
-            name: loss if type(loss) is float else read(loss)
-            for name, loss in iteration.means.items()
-        }
+        losses = {}
+        for name, loss in iteration.means.items():
+            losses[name] = loss if type(loss) is float else self._read(loss)
         if norm is not None:
-            norm = read(norm)
+            norm = self._read(norm)
+        rates = self._find_rates(iteration.rates)
         place = state.global_epoch, state.global_iteration, state.global_step
         arrival = _mark_time() if self._is_far else None
         line = place, self._batches, iteration.totals, losses, rates, norm, rest, arrival
@@ -312,9 +310,14 @@ def add_up(block: range, contents: Sequence[Content], indices: Sequence[Any] | N
         contents: what was read of the batch of each.
         indices: those of the samples of each; ``None`` if unknown.
     """
-    order = None if indices is None else add_over(block, map(fingerprint_indices, indices))
-    content = add_over(block, [each.fingerprint for each in contents])
-    return Hashes(order, content, sum([each.num_unseen for each in contents]))
+    order = content = num_unseen = 0
+    for place, replica in enumerate(block):
+        factor, found = factor_of(replica), contents[place]
+        content += found.fingerprint * factor
+        num_unseen += found.num_unseen
+        if indices is not None:
+            order += fingerprint_indices(indices[place]) * factor
+    return Hashes(None if indices is None else order % _MODULUS, content % _MODULUS, num_unseen)
 
 
 def as_numbers(hashes: Hashes) -> list[float]:

@@ -153,8 +153,8 @@ class OptimizerLoop(Loop):
             run.model_outputs = run.loss = result
         else:
             self._forward.end(result, loss if loss is result else weighted_in(result) or loss)
-        if loss is not result or self._iteration.beside or self._log.sums:
-            self._keep_beside((result,))
+        if loss is not result:
+            self._add_numbers((result,))
         return () if loss is None else (result,)
 
     def _go_on(self, step: Iterator[Any]) -> Iterator[Any]:
@@ -192,28 +192,21 @@ class OptimizerLoop(Loop):
             forward.end(None, None)
         if self._runner.watch is not None:
             self._runner.watch.conclude(is_manual=True)
-        self._keep_beside(results)
+        self._add_numbers(results)
 
-    def _keep_beside(self, results: Sequence[Any]) -> None:
-        """Keep the numbers that a step has returned beside its losses, until the next iteration."""
-        iteration, numbers = self._iteration, None
-        if self._runner.is_first:
-            iteration.beside = []
-        beside = iteration.beside
+    def _add_numbers(self, results: Sequence[Any]) -> None:
+        """Add the numbers that a step has returned beside its losses to the means."""
+        numbers: dict[Any, Any] = {}
         for result in results:
             if isinstance(result, dict):
-                numbers = result if numbers is None else numbers | result
-        if numbers is not None:
-            shown = {
-                str(name): part.detach() if isinstance(part, Tensor) else part
-                for name, part in numbers.items()
-                if name != "loss" and _is_number(part)
-            }
-            beside.append((self._runner.replica, shown))
-        if self._log.sums:
-            logged = self._log.take()
-            if not self._run.is_repeating:
-                beside.append((self._runner.replica, logged))
+                numbers |= result
+        shown = {
+            str(name): part.detach() if isinstance(part, Tensor) else part
+            for name, part in numbers.items()
+            if name != "loss" and _is_number(part)
+        }
+        if shown:
+            self._iteration.loss_means.add_beside(self._runner.replica, shown)
 
     def advance(self, batch: Any) -> None:
         """Train on one micro-batch, and make the updates at the end of a window.
@@ -239,7 +232,7 @@ class OptimizerLoop(Loop):
                     num_shared += 1
                     self._backward(each)
             if self._log.sums:
-                self._keep_beside(())
+                self._iteration.loss_means.add_beside(runner.replica, self._log.take())
             if runner.has_collected:
                 self._end_step(num_shared, watch)
             else:

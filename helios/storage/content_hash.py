@@ -15,7 +15,6 @@ import struct
 import zlib
 from array import array
 from collections import UserDict
-from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -102,22 +101,21 @@ def fingerprint_indices(indices: Any) -> int:
     Args:
         indices: a list of them; a single one if batches are not collated.
     """
-    numbers = indices if isinstance(indices, list) else [indices]
+    numbers = indices if type(indices) is list else [indices]
     try:
-        return hash_bytes(array("q", numbers).tobytes())
+        digest = blake2b(array("q", numbers), digest_size=8).digest()
     except (TypeError, OverflowError):
         return hash_bytes(_Reader().read(indices))
+    return int.from_bytes(digest, "little")
 
 
-def add_over(block: range, values: Iterable[int]) -> int:
-    """Return 64 bits over one value of each replica: a sum, so that parts of it can be added.
+@lru_cache(maxsize=1024)
+def factor_of(replica: int) -> int:
+    """Return the odd number of 64 bits that hashes of a replica are multiplied with.
 
-    Args:
-        block: the replicas; equal values of different ones count differently.
-        values: those of each.
+    So equal batches of different replicas count differently, and sums over replicas can be added.
     """
-    total: int = sum(map(mul, values, map(_factor, block)))
-    return total & _MAX_NUMBER
+    return hash_bytes(_NUMBER.pack(replica)) | 1
 
 
 def hash_bytes(data: bytes) -> int:
@@ -145,11 +143,6 @@ def _weigh(kind: str | tuple[str, ...], forms: tuple[_Form, ...]) -> tuple[int, 
         parts.append(_token(name) + _token_of_form(dtype, shape))
     text = kind if isinstance(kind, str) else "mapping"
     return hash_bytes(_token(text) + b"".join(sorted(parts))), [hash_bytes(x) | 1 for x in parts]
-
-
-@lru_cache(maxsize=1024)
-def _factor(replica: int) -> int:
-    return hash_bytes(_NUMBER.pack(replica)) | 1
 
 
 def _digest_of(parts: list[bytes]) -> bytes:
