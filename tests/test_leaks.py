@@ -75,11 +75,3 @@ def test_a_leak_is_named_and_gone_after_tidying_up(
         found = before.leaks()
     assert any(name in text for text in found), found
     assert before.leaks() == []
-
-
-def test_a_thread_that_is_about_to_end_is_no_leak() -> None:
-    before = leaks.take_snapshot()
-    end = threading.Event()
-    threading.Thread(target=end.wait, daemon=True).start()
-    threading.Timer(0.02, end.set).start()
-    assert before.leaks() == []

@@ -11,7 +11,6 @@ from helios.schedule import (
     ends_window,
     find_limit,
     is_limit,
-    is_out_of_patience,
     is_total_reached,
 )
 from helios.state import Cursor, TrainingState, TrainingUnit
@@ -50,27 +49,6 @@ def test_windows_end_where_the_design_says(
         )
     ]
     assert ends == boundaries
-
-
-@pytest.mark.shows("H30")
-@pytest.mark.parametrize(
-    ("cycles", "validations", "count", "is_over"),
-    [
-        (None, 9, 9, False),
-        (2, 3, 1, False),
-        (2, 3, 2, True),
-        (1, 1, 1, True),
-        (0, 0, 0, False),
-        (0, 1, 0, True),
-    ],
-)
-def test_patience_ends_when_the_count_reaches_it(
-    cycles: int | None, validations: int, count: int, is_over: bool
-) -> None:
-    """H30: count >= early_stop_cycles stops, but not before the first validation."""
-    schedule = Schedule(early_stop_cycles=cycles)
-    state = TrainingState(validation_cycles=validations, early_stop_count=count)
-    assert is_out_of_patience(schedule, state) is is_over
 
 
 @pytest.mark.shows("L15")

@@ -19,10 +19,6 @@ HISTORICAL_FIELDS = {
 }
 
 
-def test_units_keep_their_historical_values() -> None:
-    assert {unit.name: unit.value for unit in TrainingUnit} == {"ITERATION": 0, "EPOCH": 1}
-
-
 @pytest.mark.parametrize("label", ["", "epochs", "EPOCH", "step", None, 1])
 def test_an_unknown_unit_is_an_error_that_shows_it(label: object) -> None:
     """A ValueError."""
@@ -44,14 +40,6 @@ def test_every_counter_starts_at_zero() -> None:
         "is_step_committed": True,
         "global_step": 0,
     }
-
-
-def test_the_dictionary_of_a_state_is_a_copy_that_builds_an_equal_one() -> None:
-    state = TrainingState(global_iteration=3, average_iter_time=0.25, is_step_boundary=True)
-    table = state.dict()
-    assert TrainingState(**table) == state
-    table["global_iteration"] = 9
-    assert state.global_iteration == 3
 
 
 @pytest.mark.parametrize("unit", list(TrainingUnit))

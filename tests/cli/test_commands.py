@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
-from helios.checkpoint import file_names
 from helios.checkpoint.store import RunFolder
 from helios.cli import main
 from tests.checkpoint import hostile
@@ -88,25 +86,6 @@ def test_ls_lists_and_marks_where_a_start_goes_on(
     assert "run_epoch_1_iter_3.pth is not a complete archive" in lines[5]
 
 
-@pytest.mark.shows("S29")
-def test_ls_in_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunFolder(root / "run")
-    run.move_aside()
-    save(run, 1, 7)
-    document = Ran(capsys, "ls", root, "--json").json
-    (folder,) = document["folders"]
-    path = str(root / "run" / "run_epoch_1_iter_7.pth")
-    assert document["root"] == str(root)
-    assert (folder["start"], folder["start_path"]) == ("resumes", path)
-    (found,) = folder["files"]
-    assert (found["path"], found["state"], found["checked"]) == (path, "not verified", "nothing")
-    assert (found["reason"], found["place"]) == ("", [1, 7])
-    assert found["size"] == Path(path).stat().st_size
-    sidecar = found["sidecar"]
-    assert (sidecar["run_name"], sidecar["metrics"]) == ("run", {"loss": 0.125})
-    assert (sidecar["level"], sidecar["finished"]) == ("restart", None)
-
-
 @pytest.mark.shows("S27")
 def test_verify_says_good_or_why_not_and_its_code_too(
     root: Path, capsys: pytest.CaptureFixture[str]
@@ -162,24 +141,6 @@ def test_every_kind_of_file_ends_in_a_code_and_a_message_with_its_name(
     if command.startswith("export"):
         assert bool(ran.err) == (state != "good")
         assert len(set(path.parent.iterdir()) - before) == (state == "good")
-
-
-def test_export_writes_beside_the_checkpoint_and_says_where_from(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran = Ran(capsys, "export", newest(root), "--to", "safetensors", "--json")
-    assert (ran.code, ran.err) == (0, "")
-    target = newest(root).with_suffix(".safetensors")
-    document = ran.json
-    assert (document["path"], document["names"]) == (str(target), ["weight"])
-    with safe_open(target, framework="pt") as opened:
-        assert opened.metadata() == document["metadata"]
-        assert torch.equal(opened.get_tensor("weight"), torch.arange(50.0) * 3)
-    assert document["metadata"]["format"] == "pt"
-    assert document["metadata"]["run_name"] == "run"
-    assert (document["metadata"]["epoch"], document["metadata"]["iteration"]) == ("1", "3")
-    assert document["metadata"]["source_digest"].startswith("sha256:")
-    assert len(file_names.find_checkpoints(newest(root).parent)) == 3
 
 
 def test_export_does_not_write_over_a_file_without_force(
@@ -278,15 +239,6 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of which there is more to say than a pipe holds."""
     names = {f"value_{number}": torch.zeros(1) for number in range(5_000)}
     return save(RunFolder(tmp_path_factory.mktemp("wide")), 1, 1, **names)
-
-
-def test_diff_of_a_run_and_a_checkpoint_names_what_to_give(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for places in ((newest(root), root / "run"), (root / "run", newest(root))):
-        ran = Ran(capsys, "diff", *places)
-        assert ran.code == 2
-        assert "two runs or two checkpoints" in ran.err
 
 
 def test_ctrl_c_ends_a_command_with_a_line_and_code_130(wide: Path) -> None:

@@ -156,13 +156,3 @@ def test_the_best_checkpoint_of_a_folder_is_inspected_and_exported(
         assert main([*words, str(run.path), "--best", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert Path(found.get("source", found["path"])).name == "run_epoch_1_iter_1.pth"
-
-
-@pytest.mark.shows("P145")
-@pytest.mark.parametrize("words", [["inspect"], ["inspect", "--best"], ["export", "--to", "pt"]])
-def test_a_folder_of_several_runs_holds_no_checkpoint_itself(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_run(tmp_path / "run")
-    assert main([*words, str(tmp_path)]) == 2
-    assert f"There is no checkpoint directly in {tmp_path}." in capsys.readouterr().err

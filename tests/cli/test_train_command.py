@@ -177,15 +177,6 @@ def test_a_mistake_names_option_value_and_remedy_before_anything_is_created(
     assert not Path("runs").exists()
 
 
-def test_an_option_without_a_default_is_asked_for(tmp_path: Path) -> None:
-    class Other(Data):
-        def __init__(self, folder: Path) -> None:
-            super().__init__()
-
-    with pytest.raises(ArgumentError, match=r"--data.folder is required: Path."):
-        helios.run(Net, Other, ["fit", "--trainer.max_epochs", "1"])
-
-
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     rate: float = 0.1
@@ -248,21 +239,6 @@ def test_the_command_and_the_length_are_asked_for() -> None:
         helios.run(Net, Data, ["tets"])
     with pytest.raises(ArgumentError, match=r"Pass e.g. --trainer.max_epochs 10"):
         helios.run(Net, Data, ["fit"])
-
-
-def test_defaults_of_the_script_give_way_to_options(tmp_path: Path) -> None:
-    class Watch(helios.Plugin):
-        found: tuple[Any, ...] = ()
-
-        def setup(self) -> None:
-            options = self.trainer._options
-            Watch.found = (options.max_epochs, options.batch_limits, [*self.trainer.plugins])
-
-    limits = {helios.Phase.TRAINING: 3}
-    words = ("--trainer.max_epochs", "2", "--trainer.plugins+=helios.plugins.NaNGuard")
-    assert fit(tmp_path, *words, max_epochs=9, batch_limits=limits, plugins=[Watch("watch")])
-    assert Watch.found == (2, limits, ["watch", "nan-guard", "config-file"])
-    assert read(tmp_path / "net" / "config.yaml")["trainer"]["batch_limits"] == {"training": 3}
 
 
 def test_files_are_read_in_their_order_and_words_win(tmp_path: Path) -> None:
@@ -461,9 +437,3 @@ def test_a_class_that_is_not_found_is_named(
 
 
 # --- Without the extra.
-
-
-def test_helios_itself_does_not_import_what_reads_command_lines() -> None:
-    code = "import sys, helios; helios.run; print('jsonargparse' in sys.modules)"
-    ran = start(sys.executable, "-c", code, folder=codebase.ROOT)
-    assert ran.stdout.strip() == "False", ran.stderr

@@ -18,7 +18,7 @@ import torch
 import helios
 from helios.cli import main
 from helios.plugins import EarlyStopping
-from tests.support.synthetic_run import write_ledger, write_run, write_run_file
+from tests.support.synthetic_run import write_ledger, write_run
 
 STEPS, BATCH = 12, 4
 X = torch.linspace(-1, 1, 24)
@@ -182,24 +182,6 @@ def test_peaks_stay_in_a_long_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (facts["curves"]["loss: loss"]["min"], facts["curves"]["loss: loss"]["max"]) == (-7, 9)
 
 
-@pytest.mark.shows("P43")
-def test_a_start_without_an_end_was_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_ledger(tmp_path, [1.0] * 9)
-    write_run_file(
-        tmp_path,
-        {"event": "start"},
-        {"event": "start", "iteration": 4},
-        {"event": "interruption", "cause": "SIGTERM"},
-        {"event": "start", "iteration": 6},
-    )
-    page, facts = make_page(tmp_path, capsys)
-    ends = [start["end"] for start in facts["starts"]]
-    assert ends == ["killed", "interruption: SIGTERM", "no end so far"]
-    assert "3 (killed: 1)" in Page(page).words
-
-
 @pytest.mark.shows("P44")
 def test_the_page_stands_alone_and_follows_the_reader(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -227,20 +209,6 @@ def test_texts_of_a_run_are_never_markup(
     assert "<script" not in text
     assert bad in unescape(text)
     assert "script" not in Page(text).tags
-
-
-@pytest.mark.shows("P62")
-def test_lines_that_are_not_good_are_in_no_chart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_ledger(tmp_path, [1.0, 2.0, 4.0])
-    path = tmp_path / "ledger.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines[2] = lines[2].replace(b'"at":[1,2,2]', b'"at":[2,2,2]')
-    path.write_bytes(b"".join(lines))
-    text, facts = make_page(tmp_path, capsys)
-    assert "1 findings, the first" in facts["summary"]["Ledger"]
-    assert len(points_of(text, "loss: loss")) == 2
 
 
 def test_without_matplotlib_one_line_says_what_to_install(

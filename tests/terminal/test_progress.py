@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 import signal
 import sys
@@ -164,24 +163,6 @@ def test_without_a_bar_the_log_has_a_line_every_30_seconds(
     assert pipe.getvalue() == ""
 
 
-@pytest.mark.shows("P133")
-def test_a_frequency_decides_in_place_of_the_time(
-    pipe: Screen, time: Time, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    display = ProgressDisplay(False, pipe, time)
-    start(display, TrainingUnit.ITERATION, total_steps=math.inf, print_frequency=3)
-    for number in range(1, 7):
-        time.now += 40.0
-        logged = None if number % 3 else {"loss": 1 / number}
-        end_iteration(display, means_of(display), logged=logged)
-    display.close()
-    assert caplog.messages == [
-        "step 3  epoch 1  loss 0.3333  0.025 steps/s",
-        "step 6  epoch 1  loss 0.1667  0.025 steps/s",
-    ]
-
-
 class Decay(helios.Model):
     """Two groups, whose rates a scheduler halves after each step; one is a tensor."""
 
@@ -248,17 +229,3 @@ def test_an_interrupted_epoch_does_not_count(
         trainer.fit(Stopped("stopped"), Data())
     (epochs,) = [row for row in terminal.rows() if row.startswith("epochs:")]
     assert "| 0/2 [" in epochs
-
-
-@pytest.mark.shows("H44")
-def test_nothing_is_drawn_when_off(capsys: pytest.CaptureFixture[str], time: Time) -> None:
-    display = ProgressDisplay(False, clock=time)
-    start(display)
-    display.epoch_opened(0, 10, 0)
-    advance(display, time, 2, seconds=1.0)
-    display.epoch_ended()
-    display.evaluated("validation", 0, 1)
-    display.evaluated("validation", 1, 1)
-    display.paused()
-    display.close()
-    assert capsys.readouterr().err == ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import logging
 import logging.config
 from collections import Counter
@@ -167,22 +166,6 @@ def lines_of(text: str) -> list[str]:
 def require_once(text: str) -> None:
     found = Counter(line.partition("INFO")[2].partition(" - ")[2] for line in lines_of(text))
     assert sorted(found.values()) == [1, 1, 1], text
-
-
-@pytest.mark.shows("P130")
-def test_a_run_under_basic_config_writes_each_line_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with as_it_was():
-        stream = io.StringIO()
-        form = "%(asctime)s %(levelname)s - %(message)s"
-        logging.basicConfig(level=logging.INFO, stream=stream, format=form)
-        fit(tmp_path)
-        logging.getLogger().handlers.clear()
-    require_once(stream.getvalue())
-    (file,) = tmp_path.iterdir()
-    require_once(file.read_text())
-    assert lines_of(capsys.readouterr().err) == []
 
 
 @pytest.mark.shows("P130")
