@@ -21,7 +21,7 @@ from helios.model.processor import BatchProcessor
 from helios.plugins import Plugin
 from helios.plugins.channels import HookContext, PipelineHooks
 from helios.state import Phase
-from tests.support.models import OneLayer, forward
+from tests.support.models import OneLayer
 from tests.support.quiet import Quiet
 from tests.support.runs import (
     RETURNS,
@@ -365,51 +365,6 @@ def test_ids_count_from_zero_and_rise_after_the_ends(unit: str) -> None:
     for name, rows in ends.items():
         assert [row[:4] for row in seen[name]] == rows, name
     assert seen["loop("][0][:6] == (0,) * 6
-
-
-@pytest.mark.shows("K5", "K15", "R23")
-def test_the_objects_of_the_run_are_seen() -> None:
-    """R23."""
-    model, data = Linear(), Numbers(3, 2)
-
-    def objects(ctx: Context) -> list[Any]:
-        return [
-            ctx.model is model,
-            ctx.engine.device.type,
-            ctx.optimizer is model.optimizer,
-            ctx.optimizers == {"optimizer": model.optimizer},
-            ctx.lr_scheduler is model.scheduler,
-            ctx.lr_schedulers == {"scheduler": model.scheduler},
-            (ctx.max_epoch, ctx.max_step, ctx.start_epoch, ctx.start_step),
-            (ctx.phase, len(ctx.dataloader.dataset), ctx.state.global_iteration),
-        ]
-
-    hooks, seen = watch(objects, "on_loop", "on_batch", "on_optimizer_step")
-    make_trainer(hooks, total_steps=2, valid_frequency=2).fit(model, data)
-    fixed = [True, "cpu", True, True, True, True, (None, 2, 0, 0)]
-    training = [[*fixed, (Phase.TRAINING, 3, number)] for number in (1, 2)]
-    validation = [[*fixed, (Phase.VALIDATION, 2, 2)]] * 2
-    assert seen["batch("] == seen["batch)"] == [*training, *validation]
-    assert seen["update("] == seen["update)"] == training
-    assert seen["loop)"] == [[*fixed, (Phase.TRAINING, 3, 2)]]
-    hooks, seen = watch(lambda ctx: (ctx.max_epoch, ctx.max_step), "on_loop")
-    both = helios.Trainer(
-        max_epochs=2, max_steps=3, use_cpu=True, print_banner=False, plugins=[hooks]
-    )
-    both.fit(Linear(), data)
-    assert seen["loop("] == [(2, 3)]
-
-
-@pytest.mark.shows("R31")
-def test_batch_hooks_see_the_raw_batch_and_forward_hooks_the_transformed_one() -> None:
-    """R31, in training and in evaluations."""
-    processor = BatchProcessor.from_callable(forward, transforms=[torch.neg, lambda x: x * 10])
-    hooks, seen = watch(lambda ctx: ctx.batch.item(), "on_batch", "on_model_forward")
-    trainer, model = make_trainer(hooks, total_steps=2, valid_frequency=2), Linear(processor)
-    trainer.fit(model, Numbers(2, 1))
-    trainer.predict(model, Numbers(2))
-    assert seen["batch("] == seen["batch)"] == [1, 2, 1, 1, 2]
-    assert seen["forward("] == seen["forward)"] == [-10, -20, -10, -10, -20]
 
 
 @pytest.mark.shows("K23", "R7", "R23", "R27")

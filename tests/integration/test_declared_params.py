@@ -222,16 +222,6 @@ def test_a_name_on_one_side_stops_nothing(tmp_path: Path) -> None:
     assert newest_options(tmp_path)["params"] == {"lr": 0.1, "new": 2}
 
 
-def test_a_branch_is_compared_with_the_file_that_it_starts_from(tmp_path: Path) -> None:
-    fit(tmp_path / "a", 3, {"lr": 0.1})
-    origin = tmp_path / "a" / "line" / "line_epoch_1_iter_2.pth"
-    with pytest.raises(RunMismatchError, match=r"params.lr: 0.1 -> 0.2"):
-        fit(tmp_path / "b", 4, {"lr": 0.2}, resume=origin, name="other")
-    options: dict[str, Any] = {"resume": origin, "allow_changes": ("params",)}
-    assert fit(tmp_path / "b", 4, {"lr": 0.2}, name="other", **options) == [3, 4]
-    assert fit(tmp_path / "b", 5, {"lr": 0.2}, name="other", **options) == [5]
-
-
 class Config(Mapping[str, Any]):
     """As OmegaConf's: a mapping that is no dict."""
 
@@ -246,11 +236,6 @@ class Config(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.entries)
-
-
-def test_any_mapping_is_taken(tmp_path: Path) -> None:
-    fit(tmp_path, 1, Config(net=Config(width=3), sizes=(1, 2)))
-    assert newest_options(tmp_path)["params"] == {"net.width": 3, "sizes": [1, 2]}
 
 
 @pytest.mark.parametrize(

@@ -123,20 +123,6 @@ def test_after_one_that_was_swallowed_no_call_of_any_trainer_begins(
     assert not (tmp_path / "other").exists()
 
 
-def test_on_interrupt_return_returns_false_and_lets_other_calls_begin(tmp_path: Path) -> None:
-    def work() -> None:
-        returns = helios.Signals(on_interrupt="return")
-        trainer = make(tmp_path, Sends(STEP), signals=returns)
-        assert fit(trainer) is False
-        assert trainer.exit_code == 75
-        assert fit(make(tmp_path))
-        with pytest.raises(helios.Interrupted):
-            fit(make(None, Sends(STEP)))
-        assert fit(make(None, signals=returns))
-
-    assert forked(work) == 0
-
-
 def test_in_an_interactive_session_it_is_a_keyboard_interrupt_and_the_next_call_begins(
     tmp_path: Path,
 ) -> None:

@@ -18,8 +18,6 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios import DataLoaderParams, Trainer
-from helios.engines.engine import Engine
-from helios.errors import CheckpointError
 from helios.plugins import EMA, SWA, Plugin
 from helios.start import launch
 from tests.support.ranks import run_ranks, spawn_from_server
@@ -205,24 +203,6 @@ def change_by_hand(model: Net) -> None:
 
 
 @pytest.mark.shows("P132")
-def test_after_an_error_in_fit_a_checkpoint_is_loaded(tmp_path: Path) -> None:
-    trainer, model = make(tmp_path), Net()
-    assert trainer.fit(model, Data())
-    model.fails = True
-    longer = make(tmp_path, total_steps=EPOCHS + 1)
-    with pytest.raises(ValueError, match="a mistake"):
-        longer.fit(model, Data())
-    change_by_hand(model)
-    longer.test(model, Data())
-    assert weights_of(model) == stored(tmp_path)
-    nowhere = make(None)
-    with pytest.raises(ValueError, match="a mistake"):
-        nowhere.fit(model, Data())
-    with pytest.raises(CheckpointError, match="this trainer has not trained"):
-        nowhere.test(model, Data())
-
-
-@pytest.mark.shows("P132")
 def test_an_evaluation_of_another_checkpoint_ends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -330,9 +310,3 @@ def test_shuffled_data_has_one_order_on_any_processes(
     assert run_ranks(_evaluate_shuffled, 2, tmp_path / "together") == [expected] * 2
     monkeypatch.setattr(launch, "spawn", spawn_from_server)
     assert _evaluate_shuffled(0, tmp_path / "spawned", nproc=2) == expected
-
-
-def test_spawned_ranks_train_with_an_engine_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "spawn", spawn_from_server)
-    trainer = Trainer(total_steps=1, num_replicas=2, nproc=2, engine=Engine("cpu"))
-    assert trainer.fit(Net(), Data())

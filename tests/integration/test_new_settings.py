@@ -244,11 +244,6 @@ def _require_fresh(
     assert found == {step: reference[step] for step in range(_CHANGED_AFTER + 1, _END + 1)}
 
 
-def _compare(root: Path, old: Build, new: Build, intervals: dict[str, str], **more: Any) -> None:
-    seen = _take(root, {"it": (old, new)}, intervals, **more)
-    _require_fresh(seen, "it", new, intervals)
-
-
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """All cases, in one run, which steps its optimizers itself because there are several."""
@@ -269,33 +264,10 @@ def test_every_scheduler_of_torch_is_among_them() -> None:
     assert kinds - {"LRScheduler", "_LRScheduler"} - CASES.keys() == set()
 
 
-def test_schedulers_that_step_by_epoch_take_settings(tmp_path: Path) -> None:
-    _compare(tmp_path, *CASES["two"], {"schedulers.it.0": "epoch", "schedulers.it.1": "epoch"})
-
-
 def test_a_setting_whose_state_the_run_lacks_is_an_error(tmp_path: Path) -> None:
     kind = torch.optim.AdamW
     with pytest.raises(RunMismatchError, match="no state for amsgrad"):
         _take(tmp_path, {"it": (make(kind=kind), make(kind=kind, amsgrad=True))}, {})
-
-
-class Counting(torch.optim.SGD):
-    """Keeps a count in its groups, as some optimizers do."""
-
-    def __init__(self, params: Any, lr: float, first: int = 0) -> None:
-        super().__init__(params, lr=lr)
-        self.defaults["count"] = first
-        for group in self.param_groups:
-            group["count"] = first
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["count"] += 1
-        return super().step(closure)
-
-
-def test_what_an_optimizer_counts_in_its_groups_is_kept(tmp_path: Path) -> None:
-    _compare(tmp_path, make(kind=Counting), make(kind=Counting, lr=0.3), {})
 
 
 class Plateau(helios.Model):

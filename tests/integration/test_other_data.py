@@ -120,24 +120,3 @@ def test_another_fingerprint_warns_and_goes_on(
     newest = helios.find_last_checkpoint(tmp_path / "run" / "small")
     assert newest is not None
     assert "'abc' -> 'xyz'" in newest.with_suffix(".json").read_text()
-
-
-@pytest.mark.shows("S60")
-@pytest.mark.parametrize(("unit", "num_replicas"), [("iteration", 1), ("epoch", 2)])
-def test_a_data_set_that_grows_is_counted_anew_each_epoch(
-    unit: str, num_replicas: int, tmp_path: Path
-) -> None:
-    steps = 21 if num_replicas == 1 else 11
-    setting = Setting(unit=unit, total_steps=3 if unit == "epoch" else steps)
-    whole = _fit(tmp_path, setting, grows=True, num_replicas=num_replicas)
-    # Of 24, 28 and 32 samples; what is recorded are those of the last replica.
-    lengths = [6, 7, 8] if num_replicas == 1 else [3, 4, 4]
-    batches = [ids for _, (ids, _) in sorted(whole.records.items())]
-    assert len(batches) == sum(lengths)
-    for number, count in enumerate(lengths):
-        start = sum(lengths[:number])
-        epoch = sorted(i for ids in batches[start : start + count] for i in ids)
-        samples = _LENGTH + 4 * number
-        assert len(set(epoch)) == len(epoch) == samples // num_replicas
-        assert max(epoch) < samples
-        assert number == 0 or max(epoch) >= _LENGTH

@@ -12,7 +12,6 @@ import torch
 import helios
 from helios.core import rng
 from helios.engines.engine import Engine
-from helios.errors import ArgumentError
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS
 from helios.loops.epoch import EpochLoop
@@ -264,30 +263,6 @@ def test_plugins_are_reached_and_saved_by_their_ids(tmp_path: Path) -> None:
     restored = [Keeping("model"), Keeping("rng"), Keeping("version")]
     fit(2, *restored)
     assert [plugin.value for plugin in restored] == [1, 2, 3]
-
-
-class Doubling(Quiet):
-    """Owns the training batch."""
-
-    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
-        return batch * 2
-
-
-@pytest.mark.shows("H60")
-def test_one_plugin_may_own_a_batch_and_a_second_one_is_an_error() -> None:
-    """H60: checked when it registers, by whatever way."""
-    seen: list[float] = []
-
-    class Model(Linear):
-        def train_step(self, batch: Any, state: TrainingState) -> Any:
-            seen.append(batch.item())
-            return super().train_step(batch, state)
-
-    trainer = make_trainer(total_steps=2, plugins=[Doubling("one")])
-    trainer.fit(Model(), Numbers())
-    assert seen == [2.0, 2.0]
-    with pytest.raises(ArgumentError, match=r"process_training_batch must have one owner"):
-        trainer.plugins["two"] = Doubling("two")
 
 
 @pytest.mark.shows("H61", "K17", "R37")
