@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -191,19 +190,6 @@ def test_wrong_usage_is_told_on_stderr_with_code_2(
     assert newest(root).read_bytes() == before
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "huggingface"])
-def test_a_missing_extra_is_named_with_its_remedy(
-    kind: str, root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    before = sorted(newest(root).parent.iterdir())
-    ran = Ran(capsys, "export", newest(root), "--to", kind)
-    assert ran.code == 2
-    assert sorted(newest(root).parent.iterdir()) == before
-    assert 'pip install "helios-trainer[safetensors]"' in ran.err
-
-
 def test_no_name_in_a_file_reaches_the_terminal_unescaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,36 +205,11 @@ def test_no_name_in_a_file_reaches_the_terminal_unescaped(
         assert "\ngood\n" not in ran.out
 
 
-def start(*words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command, whose output nobody reads yet, with SIGINT as a shell leaves it."""
-    script = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from helios.cli import main; sys.exit(main())"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        **options,
-    )
-
-
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of which there is more to say than a pipe holds."""
     names = {f"value_{number}": torch.zeros(1) for number in range(5_000)}
     return save(RunFolder(tmp_path_factory.mktemp("wide")), 1, 1, **names)
-
-
-def test_ctrl_c_ends_a_command_with_a_line_and_code_130(wide: Path) -> None:
-    process = start("inspect", wide)
-    assert process.stdout is not None
-    # It has begun to print, and waits: the pipe is full before it could come to its end.
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=180)
-    assert (process.returncode, err) == (130, b"helios inspect: interrupted.\n")
 
 
 @pytest.mark.shows("S29")

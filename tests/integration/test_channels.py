@@ -23,9 +23,6 @@ from helios.plugins.channels import HookContext, PipelineHooks
 from helios.state import Phase
 from tests.support.models import OneLayer
 from tests.support.quiet import Quiet
-from tests.support.runs import (
-    RETURNS,
-)
 
 _SHORT = {
     "on_model_forward": "forward",
@@ -103,7 +100,6 @@ def noting(log: list[str], name: str = "", plug_id: str = "notes") -> PipelineHo
 def make_trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
     """Return a trainer on the CPU."""
     given = {"train_unit": "iteration", "total_steps": 4, "use_cpu": True, "print_banner": False}
-    given["signals"] = RETURNS
     return helios.Trainer(**{**given, **options}, plugins=list(plugins))
 
 
@@ -245,60 +241,6 @@ def test_what_was_begun_is_left_once_after_an_error(channel: str, where: str) ->
     assert sorted(entry[:-1] for entry in begun) == sorted(entry.split(")")[0] for entry in left)
 
 
-# Interruptions and restarts
-
-
-def _interrupt_at(iteration: int) -> PipelineHooks:
-    hooks = PipelineHooks("interrupter")
-
-    def act(ctx: Context) -> None:
-        if ctx.phase is Phase.TRAINING and ctx.global_micro_step_id == iteration:
-            ctx.interrupt("asked by a hook")
-
-    hooks.register("on_batch", HookContext.from_callable(after=act))
-    return hooks
-
-
-def _resumed(log: list[str]) -> PipelineHooks:
-    """Return a set that notes what it says about a restart, and that the model is there."""
-    hooks = PipelineHooks("resumed")
-
-    def note(mark: str) -> Callable[[Context], None]:
-        def act(ctx: Context) -> None:
-            assert isinstance(ctx.model, Linear)
-            assert ctx.exception is None
-            place = f"{ctx.epoch_id}/{ctx.start_epoch}/{ctx.start_step}"
-            log.append(f"{mark} {place}{' resumed' if ctx.resumed else ''}")
-
-        return act
-
-    for channel in ("on_loop", "on_epoch", "on_step"):
-        name = short(channel)
-        hooks.register(channel, HookContext.from_callable(note(f"{name}("), note(f"{name})")))
-    return hooks
-
-
-@pytest.mark.shows("R44")
-def test_an_interruption_leaves_all_scopes_and_a_restart_enters_them_again(tmp_path: Path) -> None:
-    """on_loop and the epoch under way say that they were resumed."""
-    options = {"train_unit": "epoch", "total_steps": 2}
-    options |= {"chkpt_root": tmp_path, "chkpt_frequency": 100}
-    log: list[str] = []
-    trainer = make_trainer(_interrupt_at(1), _resumed(log), **options)
-    assert trainer.fit(Linear(), Numbers(3)) is False
-    step = ["step( 0/0/0", "step) 0/0/0"]
-    assert log == ["loop( 0/0/0", "epoch( 0/0/0", *step * 2, "epoch) 0/0/0", "loop) 0/0/0"]
-
-    del log[:]
-    assert make_trainer(_resumed(log), **options).fit(Linear(), Numbers(3)) is True
-    first, later = ["step( 0/0/2", "step) 0/0/2"], ["step( 1/0/2", "step) 1/0/2"]
-    assert log == [
-        *("loop( 0/0/2 resumed", "epoch( 0/0/2 resumed", *first, "epoch) 0/0/2 resumed"),
-        *("epoch( 1/0/2", *later * 3, "epoch) 1/0/2"),
-        "loop) 2/0/2 resumed",
-    ]
-
-
 # Fields of the context object
 
 
@@ -314,6 +256,21 @@ def watch(values: Callable[[Context], Any], *channels: str) -> tuple[PipelineHoo
         name = short(channel)
         hooks.register(channel, HookContext.from_callable(note(f"{name}("), note(f"{name})")))
     return hooks, seen
+
+
+@pytest.mark.shows("R44")
+def test_a_restart_is_told_in_the_scopes_that_it_enters_again(tmp_path: Path) -> None:
+    hooks, seen = watch(
+        lambda ctx: (ctx.epoch_id, ctx.start_epoch, ctx.start_step, ctx.resumed),
+        *("on_loop", "on_epoch", "on_step"),
+    )
+    for total in (2, 5):
+        options = {"chkpt_root": tmp_path, "chkpt_frequency": 100, "total_steps": total}
+        make_trainer(hooks, **options).fit(Linear(), Numbers(3))
+    assert seen["loop("] == [(0, 0, 0, False), (0, 0, 2, True)]
+    assert seen["epoch("] == [(0, 0, 0, False), (0, 0, 2, True), (1, 0, 2, False)]
+    assert seen["step("] == seen["step)"]
+    assert [row[-1] for row in seen["step("]] == [False] * 5
 
 
 _IDS = {
@@ -441,6 +398,3 @@ def test_a_skipped_update_is_not_committed_and_moves_no_step(unit: str) -> None:
         *((None, 0, 0, 0), (None, 0, 0, 1), (True, 1, 1, 0)),
         *((True, 1, 1, 1), (False, 1, 1, 0), (False, 1, 1, 1)),
     ]
-
-
-# The promise

@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import types
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -214,28 +213,6 @@ def test_stages_that_a_run_has_passed_may_differ_where_it_is_allowed(
     assert script("params.lr") == [0, 0, 0]
     with pytest.raises(RunMismatchError, match=r"params.lr: 0.3 -> 0.1"):
         script()
-
-
-def test_a_name_on_one_side_stops_nothing(tmp_path: Path) -> None:
-    fit(tmp_path, 2, {"lr": 0.1, "old": 1})
-    assert fit(tmp_path, 4, {"lr": 0.1, "new": 2}) == [3, 4]
-    assert newest_options(tmp_path)["params"] == {"lr": 0.1, "new": 2}
-
-
-class Config(Mapping[str, Any]):
-    """As OmegaConf's: a mapping that is no dict."""
-
-    def __init__(self, **entries: Any) -> None:
-        self.entries = entries
-
-    def __getitem__(self, key: str) -> Any:
-        return self.entries[key]
-
-    def __iter__(self) -> Any:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -116,21 +115,6 @@ def test_an_error_is_logged_everything_torn_down_and_raised_again(
     assert "ended with an error (" in capsys.readouterr().err
     # The folder is as good as after a kill: the same command goes on.
     assert train(tmp_path, setting).has_ended
-
-
-@pytest.mark.shows("K34", "S32")
-@pytest.mark.parametrize(
-    ("error", "code"), [(KeyboardInterrupt, 130), (OnPurposeError, 1), (None, 0)]
-)
-def test_the_exit_code_tells_an_end_from_an_interruption_and_an_error(
-    error: type[BaseException] | None, code: int
-) -> None:
-    setting = Setting(validates=False)
-    plugins = [] if error is None else [RaiseIn("on_training_batch_end", error)]
-    trainer = helios.Trainer(total_steps=1, use_cpu=True, print_banner=False, plugins=plugins)
-    with contextlib.nullcontext() if error is None else pytest.raises(error):
-        trainer.fit(SmallModel(setting), IndexModule(setting))
-    assert trainer.exit_code == code
 
 
 @pytest.mark.shows("L31")

@@ -17,7 +17,7 @@ from helios.hooks.events import CHANNELS
 from helios.loops.epoch import EpochLoop
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins import HookContext, PipelineHooks, Plugin
-from helios.state import Phase, TrainingState
+from helios.state import TrainingState
 from tests.data.datasets import draw
 from tests.support.event_logs import Linear, Numbers
 from tests.support.quiet import Quiet
@@ -263,35 +263,6 @@ def test_plugins_are_reached_and_saved_by_their_ids(tmp_path: Path) -> None:
     restored = [Keeping("model"), Keeping("rng"), Keeping("version")]
     fit(2, *restored)
     assert [plugin.value for plugin in restored] == [1, 2, 3]
-
-
-@pytest.mark.shows("H61", "K17", "R37")
-def test_batches_are_moved_by_the_model_in_every_phase() -> None:
-    """H61: `batch_to_device(batch, phase)` may be overridden; what it returns is what steps see."""
-    seen: list[tuple[str, Any]] = []
-
-    class Model(Linear):
-        def batch_to_device(self, batch: Any, phase: Phase) -> Any:
-            return {phase: super().batch_to_device(batch, phase)}
-
-        def train_step(self, batch: Any, state: TrainingState) -> Any:
-            seen.append(("train_step", *batch))
-            return super().train_step(batch[Phase.TRAINING], state)
-
-        def valid_step(self, batch: Any, step: int) -> None:
-            seen.append(("valid_step", *batch))
-
-        def test_step(self, batch: Any, step: int) -> None:
-            seen.append(("test_step", *batch))
-
-    trainer, model = make_trainer(total_steps=1, valid_frequency=1), Model()
-    trainer.fit(model, Numbers(1, 1))
-    trainer.test(model, Numbers(1, 2))
-    assert seen == [
-        ("train_step", Phase.TRAINING),
-        ("valid_step", Phase.VALIDATION),
-        *[("test_step", Phase.TESTING)] * 2,
-    ]
 
 
 @pytest.mark.shows("L8", "L14")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import signal
-import sys
 from typing import Any
 
 import pytest
@@ -207,25 +205,3 @@ def test_a_run_logs_steps_epochs_and_the_rates_that_steps_have_used(
         *("lr 8.2e-4/1", "lr 4.1e-4/0.5", "lr 2.05e-4/0.25"),
         *("lr 1.025e-4/0.125", "lr 5.125e-5/0.0625", "lr 2.562e-5/0.03125"),
     ]
-
-
-class Stopped(Decay):
-    """Is interrupted in its first epoch."""
-
-    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
-        signal.raise_signal(signal.SIGINT)
-        return super().train_step(batch, state)
-
-
-@pytest.mark.shows("H44")
-def test_an_interrupted_epoch_does_not_count(
-    terminal: Screen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal)
-    trainer = helios.Trainer(
-        total_steps=2, use_cpu=True, print_banner=False, enable_progress_bar=True
-    )
-    with pytest.raises(helios.Interrupted):
-        trainer.fit(Stopped("stopped"), Data())
-    (epochs,) = [row for row in terminal.rows() if row.startswith("epochs:")]
-    assert "| 0/2 [" in epochs
