@@ -10,7 +10,6 @@ import pytest
 
 import helios
 from helios.errors import RunMismatchError
-from helios.state import TrainingState
 from tests.support.runs import IndexData, IndexModule, Setting, SmallModel, noisy_collate
 
 _LENGTH = 24
@@ -30,47 +29,22 @@ class MarkedData(IndexData):
         self.fingerprint = fingerprint
 
 
-class Growing(IndexModule):
-    """Data that gets four samples more at the end of each epoch."""
+class Given(IndexModule):
+    """Trains on a data set that a test has made."""
 
-    def __init__(self, setting: Setting, dataset: Any = None) -> None:
-        super().__init__(setting)
-        self.dataset = IndexData(_LENGTH) if dataset is None else dataset
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(_SETTING)
+        self.dataset = dataset
 
     def setup(self) -> None:
-        params = helios.DataLoaderParams(
-            batch_size=4, shuffle=self.setting.shuffle, collate_fn=noisy_collate
-        )
+        params = helios.DataLoaderParams(batch_size=4, shuffle=True, collate_fn=noisy_collate)
         self._train_dataset = self._create_dataset(self.dataset, params)
 
 
-class GrowingModel(SmallModel):
-    def __init__(self, setting: Setting, data: Growing, *, grows: bool, regrows: bool) -> None:
-        super().__init__(setting)
-        self.data, self.grows, self.regrows = data, grows, regrows
-
-    unsaved = (*SmallModel.unsaved, "data", "grows", "regrows")
-
-    def on_training_epoch_end(self, current_epoch: int) -> None:
-        if self.grows:
-            self.data.dataset.length = _LENGTH + 4 * current_epoch
-
-    def on_training_resume(self, state: TrainingState) -> None:
-        if self.regrows:
-            self.data.dataset.length = _LENGTH + 4 * (state.global_epoch - 1)
-
-
 def _fit(
-    folder: Path,
-    setting: Setting = _SETTING,
-    dataset: Any = None,
-    *,
-    grows: bool = False,
-    regrows: bool = False,
-    **options: Any,
+    folder: Path, setting: Setting = _SETTING, dataset: Any = None, **options: Any
 ) -> SmallModel:
-    data = Growing(setting, dataset)
-    model = GrowingModel(setting, data, grows=grows, regrows=regrows)
+    model, data = SmallModel(setting), Given(dataset or IndexData(_LENGTH))
     trainer = helios.Trainer(
         train_unit=setting.unit,
         total_steps=setting.total_steps,
