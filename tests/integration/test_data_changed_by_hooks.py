@@ -78,8 +78,6 @@ class Data(helios.DataModule):
         )
         self._train_dataset = self._create_dataset(self.train, params)
         self._valid_dataset = self._create_dataset(self.valid, params)
-        self._test_dataset = self._create_dataset(self.valid, params)
-        self._predict_dataset = self._create_dataset(self.valid, params)
 
 
 class Model(helios.Model):
@@ -107,14 +105,6 @@ class Model(helios.Model):
         super().on_validation_start(validation_cycle)
         self.data.valid.change(10 + validation_cycle)
 
-    def on_testing_start(self) -> None:
-        super().on_testing_start()
-        self.data.valid.change(20)
-
-    def on_predicting_start(self) -> None:
-        super().on_predicting_start()
-        self.data.valid.change(30)
-
     def _write(self, batch: torch.Tensor, *place: Any) -> None:
         line = [*place, self.trainer._parts.runner.replica, batch.numpy().tobytes().hex()]
         with (self.folder / f"seen-{self.trainer.rank}.jsonl").open("a") as file:
@@ -128,12 +118,6 @@ class Model(helios.Model):
         run = self.trainer._parts.run
         self._write(batch, run.phase.value, run.state.global_iteration, step)
         return {"score": (batch.sum(), len(batch))}
-
-    test_step = valid_step
-
-    def predict_step(self, batch: torch.Tensor, step: int) -> torch.Tensor:
-        self.valid_step(batch, step)
-        return batch
 
 
 def make_trainer(folder: Path, setting: Setting, **options: Any) -> helios.Trainer:

@@ -19,8 +19,7 @@ from torch.utils.data import TensorDataset
 import helios
 from helios import DataLoaderParams, Trainer
 from helios.plugins import EMA, SWA, Plugin
-from helios.start import launch
-from tests.support.ranks import run_ranks, spawn_from_server
+from tests.support.ranks import run_ranks
 from tests.support.runs import RETURNS
 
 EPOCHS = 3
@@ -268,45 +267,3 @@ def _test_changed(rank: int, root: Path, **options: Any) -> tuple[bool, bool]:
 def test_models_of_ended_process_groups_load(tmp_path: Path) -> None:
     """Else a change on one rank alone would be a part of the scores of all."""
     assert run_ranks(_test_changed, 2, tmp_path) == [(True, True)] * 2
-
-
-class Shuffled(Data):
-    def setup(self) -> None:
-        super().setup()
-        data = TensorDataset(self.x, self.x.sum(dim=1, keepdim=True))
-        params = DataLoaderParams(batch_size=5, shuffle=True)
-        self._valid_dataset = self._test_dataset = self._create_dataset(data, params)
-        self._predict_dataset = self._valid_dataset
-
-
-class Ordered(Net):
-    """Its score depends on which rows share a batch."""
-
-    def test_step(self, batch: Any, step: int) -> dict[str, tuple[Any, int]]:
-        return {"error": (self.net(batch[0]).double().sum().square(), len(batch[0]))}
-
-
-def _evaluate_shuffled(rank: int, root: Path, **options: Any) -> list[Any]:
-    """Fit without a checkpoint folder, evaluate twice, and return scores and rows of outputs."""
-    # Only one of several processes has the files of the event logs.
-    options = {"num_replicas": 2, "enable_tensorboard": True, "run_path": root} | options
-    trainer, model, data = make(None, **options), Ordered(), Shuffled()
-    assert trainer.fit(model, data)
-    found: list[Any] = []
-    for _ in range(2):
-        trainer.validate(model, data)
-        trainer.test(model, data)
-        found += [model.metrics["error"], model.test_scores["error"]]
-    return found
-
-
-@pytest.mark.shows("P132")
-def test_shuffled_data_has_one_order_on_any_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where no checkpoint has the counters that an order is drawn from."""
-    expected = _evaluate_shuffled(0, tmp_path / "alone")
-    assert len(set(expected)) == 2
-    assert run_ranks(_evaluate_shuffled, 2, tmp_path / "together") == [expected] * 2
-    monkeypatch.setattr(launch, "spawn", spawn_from_server)
-    assert _evaluate_shuffled(0, tmp_path / "spawned", nproc=2) == expected

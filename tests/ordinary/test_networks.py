@@ -29,22 +29,6 @@ class Tied(nn.Module):
         return self.head(self.decoder(self.encoder(inputs).tanh()))
 
 
-class Codebook(nn.Module):
-    """Quantizes by a table in a buffer, which follows the inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.randn(4, WIDTH))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        with torch.no_grad():
-            nearest = torch.cdist(inputs, self.codes).argmin(1)
-            if self.training:
-                self.codes[nearest] += 0.1 * (inputs - self.codes[nearest])
-        return self.head(inputs - self.codes[nearest])
-
-
 class Momentum(nn.Module):
     """A slow copy of an encoder, and a queue of what it saw, as MoCo has them."""
 
@@ -102,11 +86,6 @@ def pruned() -> nn.Module:
     return net
 
 
-def scripted() -> nn.Module:
-    """Return a network that was traced into a graph."""
-    return torch.fx.symbolic_trace(perceptron(nn.Dropout(0.2)))
-
-
 class OfType(nn.Module):
     """A network of another type than its inputs."""
 
@@ -125,10 +104,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: perceptron(nn.BatchNorm1d(4)),
     "spectral norm": lambda: with_first(parametrizations.spectral_norm),
     "pruning": pruned,
-    "a codebook": Codebook,
     "a momentum encoder": Momentum,
     "lazy layers, run in setup": lazy,
-    "torch.fx": scripted,
     "torch.compile": lambda: torch.compile(perceptron(nn.Dropout(0.2)), backend="eager"),
     "bfloat16": lambda: OfType(torch.bfloat16),
 }
