@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -46,21 +45,6 @@ def test_the_command_migrates_below_a_folder_and_keeps_the_old_files(
     assert migrator.main([str(root)]) == 0
     assert capsys.readouterr().out.endswith("2 already current.\n")
     assert snapshot(root) == after
-
-
-@pytest.mark.shows("S23")
-def test_json_tells_the_same_as_the_text(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"weight": torch.zeros(2)}, root / "mine.pth")
-    (root / "a_epoch_1_iter_1.pth").write_bytes(b"cut off")
-    assert migrator.main([str(root), "--json"]) == 1
-    document = json.loads(capsys.readouterr().out)
-    assert document["root"] == str(root)
-    assert document["counts"] == {"migrated": 2, "not ours": 1, "damaged": 1}
-    results = {Path(entry["path"]).name: entry for entry in document["files"]}
-    assert results["mine.pth"]["result"] == "not ours"
-    assert results["mine.pth"]["backup"] is None
-    assert results["linear_epoch_1_iter_5.pth"]["backup"].endswith("linear_epoch_1_iter_5.pth")
-    assert "a_epoch_1_iter_1.pth" in results["a_epoch_1_iter_1.pth"]["reason"]
 
 
 @pytest.mark.shows("S23")

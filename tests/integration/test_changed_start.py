@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import linecache
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -285,17 +284,3 @@ def test_an_edited_method_is_named(
         edited(total, tmp_path)
         assert said(capsys) == lines
         lines = []
-
-
-def test_a_finished_run_warns_of_code_in_a_script_and_refuses_it_in_a_notebook(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_cell(SCRIPT, 1)["main"](2, tmp_path)
-    edited = run_cell(SCRIPT.replace("{1, 2}", "{1, 3}"), 2)["main"]
-    edited(2, tmp_path)
-    assert said(capsys) == [STEP]
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(RunMismatchError, match=r"train_step\(\).*in an edited cell"):
-        edited(2, tmp_path)
-    edited(3, tmp_path)
-    assert said(capsys) == [f"{STEP}, in an edited cell"]

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import enum
 import json
-import math
 import os
 import shutil
 import types
@@ -90,15 +89,11 @@ def base() -> dict[str, Any]:
         "layers": [1, 2, 3],
         "tags": {"b", "a"},
         "root": Path("data"),
-        "dtype": torch.float32,
         "act": nn.ReLU,
         "net": Net(),
         "opt": {"kind": "sgd", "group": {"lr": 1.0}},
-        "blocks": [{"width": 4}, {"width": 8}],
-        "space": types.SimpleNamespace(low=0, high=math.inf),
         "ids": list(range(1000)),
         "flag": "1",
-        "nothing": math.nan,
     }
 
 

@@ -21,6 +21,7 @@ from tests.loops.recorded import record
 from tests.support.quiet import Quiet
 from tests.support.resume import copy_checkpoint, resume_everywhere
 from tests.support.runs import (
+    EventLog,
     IndexModule,
     Outcome,
     Setting,
@@ -40,37 +41,21 @@ def _trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
 # --- limits --------------------------------------------------------------------------------------
 
 
-class Heard(Quiet):
-    """Notes the batches of evaluations."""
-
-    def __init__(self) -> None:
-        super().__init__("heard")
-        self.heard: list[tuple[str, int]] = []
-
-    unsaved = ("heard",)
-
-    def on_validation_batch_end(self, step: int) -> None:
-        self.heard.append(("valid", step))
-
-    def on_testing_batch_end(self, step: int) -> None:
-        self.heard.append(("test", step))
-
-    def on_predicting_batch_end(self, step: int, prediction: Any) -> None:
-        self.heard.append(("predict", step))
-
-
 def test_evaluations_are_limited_too() -> None:
-    heard = Heard()
+    log = EventLog()
     limits = {Phase.VALIDATION: 1, Phase.TESTING: 2, Phase.PREDICTION: 1}
-    trainer = _trainer(
-        heard, train_unit="iteration", total_steps=2, valid_frequency=2, batch_limits=limits
-    )
+    options = {"total_steps": 2, "valid_frequency": 2, "batch_limits": limits}
+    trainer = _trainer(log, train_unit="iteration", **options)
     model, data = SmallModel(_SETTING), IndexModule(_SETTING)
     trainer.fit(model, data)
     trainer.validate(model, data)
     trainer.test(model, data)
     assert len(trainer.predict(model, data)) == 1
-    assert heard.heard == [("valid", 0), ("valid", 0), ("test", 0), ("test", 1), ("predict", 0)]
+    ends = [name for name, *_ in log.events if name.endswith("ing_batch_end")]
+    assert ends == ["on_training_batch_end"] * 2 + ["on_testing_batch_end"] * 2 + [
+        "on_predicting_batch_end"
+    ]
+    assert [name for name, *_ in log.events].count("on_validation_batch_end") == 2
 
 
 @pytest.mark.parametrize(

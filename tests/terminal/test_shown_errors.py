@@ -31,6 +31,7 @@ def test_the_screen_shows_an_error_once_and_the_log_file_all_of_it(tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(
         "from tests.terminal.test_shown_errors import *\n"
+        "from tests.typed.user_script import Numbers\n"
         "helios.Trainer(total_steps=1, use_cpu=True, print_banner=False, enable_file_logging=True,"
         " log_path='logs').fit(Failing(ValueError('bad batch')), Numbers())\n"
     )

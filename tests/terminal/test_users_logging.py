@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import helios
 from helios.terminal.root_logger import RootLogger
 from tests.support.quiet import Quiet
+from tests.typed.user_script import Line, Numbers
 
 _NAMES = ("helios", "helios.start.options", "py.warnings")
 
@@ -123,27 +123,6 @@ def test_a_handler_of_the_user_gets_each_line_once_and_the_screen_none(
         assert logging.getLogger("helios").handlers == before
 
 
-class Line(helios.Model):
-    """Fits a line."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = torch.nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
-        return self.net(batch).square().mean()
-
-    def valid_step(self, batch: Any, step: int) -> None:
-        self._val_scores["score"] = 1.0
-
-
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        params = helios.DataLoaderParams(batch_size=1)
-        self._train_dataset = self._create_dataset(torch.ones(4, 1), params)
-        self._valid_dataset = self._create_dataset(torch.ones(2, 1), params)
-
-
 class Failing(Quiet):
     """Fails on rank 1 only."""
 
@@ -156,7 +135,7 @@ class Failing(Quiet):
 def fit(folder: Path, **options: Any) -> None:
     options = {"total_steps": 2, "valid_frequency": 1, **options}
     trainer = helios.Trainer(use_cpu=True, enable_file_logging=True, log_path=folder, **options)
-    trainer.fit(Line("line"), Data())
+    trainer.fit(Line("line"), Numbers())
 
 
 def lines_of(text: str) -> list[str]:
