@@ -284,9 +284,6 @@ def test_bad_files_are_refused(
     assert capsys.readouterr().out == ""
 
 
-# ---- in setup
-
-
 class Tuned(Net):
     unsaved = ("report", "change", "source", "teacher")
 

@@ -67,7 +67,7 @@ def test_windows_end_where_the_design_says(
 def test_the_total_counts_complete_epochs_or_steps(
     unit: TrainingUnit, total: float, steps: int, epochs: int, is_over: bool
 ) -> None:
-    """H66; total_steps=0 is legal, and the epoch under way is not complete."""
+    """Total_steps=0 is legal, and the epoch under way is not complete."""
     state = TrainingState(current_iteration=steps, global_epoch=epochs + 1)
     schedule = Schedule(unit=unit, total_steps=total)
     assert is_total_reached(schedule, state, Cursor(epoch=epochs)) is is_over

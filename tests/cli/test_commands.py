@@ -205,13 +205,6 @@ def test_no_name_in_a_file_reaches_the_terminal_unescaped(
         assert "\ngood\n" not in ran.out
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of which there is more to say than a pipe holds."""
-    names = {f"value_{number}": torch.zeros(1) for number in range(5_000)}
-    return save(RunFolder(tmp_path_factory.mktemp("wide")), 1, 1, **names)
-
-
 @pytest.mark.shows("S29")
 def test_the_module_is_the_command(root: Path) -> None:
     ran = subprocess.run(

@@ -311,9 +311,6 @@ def test_an_interruption_ends_with_the_code_for_another_try(
     assert helios.run(Stopped, Data, words, chkpt_root=tmp_path, max_epochs=1) is True
 
 
-# --- In processes of their own.
-
-
 def start(*command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(codebase.ROOT), **variables}
     return subprocess.run(
@@ -384,9 +381,6 @@ def test_a_wrong_command_line_ends_with_2_and_a_refused_start_with_1(
     assert "(--trainer.allow_changes+=optimizer takes the new one)" in allowed.stderr
 
 
-# --- helios train
-
-
 @pytest.fixture
 def kept_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(sys, "path", sys.path[:])
@@ -425,6 +419,3 @@ def test_a_class_that_is_not_found_is_named(
     with pytest.raises(SystemExit, match="2"):
         main(["train", *names, "fit"])
     assert text in capsys.readouterr().err
-
-
-# --- Without the extra.

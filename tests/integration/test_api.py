@@ -53,9 +53,6 @@ class PointsModule(hld.DataModule):
         super().__init__()
         self.num_workers = num_workers
 
-    def prepare_data(self) -> None:
-        self.is_prepared = True
-
     def setup(self) -> None:
         params = hld.DataLoaderParams()
         params.batch_size = 5

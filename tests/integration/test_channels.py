@@ -117,8 +117,6 @@ STEP = scope("step", LAST)
 VALID = scope("v:batch", scope("v:forward"))
 
 
-# Order and nesting
-
 _FITS = {
     "by steps": (
         {"valid_frequency": 2},
@@ -146,7 +144,6 @@ _FITS = {
 @pytest.mark.shows("K22", "R1", "R2", "R3", "R4", "R5", "R6", "R9", "R27", "C10")
 @pytest.mark.parametrize("name", _FITS)
 def test_channels_nest_in_a_training(name: str) -> None:
-    """R1, R2, R4, R5, R6, R9, C10: validations have no backward, and lie in the epoch."""
     options, data, expected = _FITS[name]
     log: list[str] = []
     make_trainer(noting(log), **options).fit(Linear(), data)
@@ -156,7 +153,6 @@ def test_channels_nest_in_a_training(name: str) -> None:
 @pytest.mark.shows("R1", "R6")
 @pytest.mark.parametrize(("call", "mark"), [("validate", "v:"), ("test", "t:"), ("predict", "p:")])
 def test_channels_nest_in_an_evaluation(call: str, mark: str) -> None:
-    """R4, R6: each is a run of its own, without epochs and steps."""
     log: list[str] = []
     getattr(make_trainer(noting(log)), call)(Linear(), Numbers(1, 2), checkpoint=None)
     one = scope(f"{mark}batch", scope(f"{mark}forward"))
@@ -165,7 +161,6 @@ def test_channels_nest_in_an_evaluation(call: str, mark: str) -> None:
 
 @pytest.mark.shows("R13", "C11")
 def test_two_sets_take_turns() -> None:
-    """R13, C11: in the order in which they were registered, at both ends."""
     log: list[str] = []
     hooks = [noting(log, "1", "first"), noting(log, "2", "second")]
     make_trainer(*hooks, total_steps=1).fit(Linear(), Numbers(1))
@@ -178,8 +173,6 @@ def test_two_sets_take_turns() -> None:
     assert log[:8] == both
     assert log[-8:] == [f"{name}{n})" for name in ("batch", "step", "epoch", "loop") for n in "12"]
 
-
-# Errors
 
 _OUTER = {
     "on_loop": (),
@@ -209,7 +202,6 @@ def _left(channel: str, names: str = "ab", error: str = " wrong") -> list[str]:
 @pytest.mark.parametrize("channel", _OUTER)
 @pytest.mark.parametrize("where", ["enter", "body", "exit"])
 def test_what_was_begun_is_left_once_after_an_error(channel: str, where: str) -> None:
-    """R12, R14, R15, R16: innermost scope first; the error leaves fit unchanged."""
     log: list[str] = []
     hooks = PipelineHooks()
     for each in CHANNELS:
@@ -239,9 +231,6 @@ def test_what_was_begun_is_left_once_after_an_error(channel: str, where: str) ->
     begun = [entry for entry in log if entry.endswith("(")]
     left = [entry for entry in log if not entry.endswith("(")]
     assert sorted(entry[:-1] for entry in begun) == sorted(entry.split(")")[0] for entry in left)
-
-
-# Fields of the context object
 
 
 def watch(values: Callable[[Context], Any], *channels: str) -> tuple[PipelineHooks, dict[str, Any]]:
@@ -300,7 +289,6 @@ _IDS = {
 @pytest.mark.shows("R3", "R9", "R23", "R25", "C13")
 @pytest.mark.parametrize("unit", _IDS)
 def test_ids_count_from_zero_and_rise_after_the_ends(unit: str) -> None:
-    """R23, R25, C13: at the ends they are those of the beginnings."""
 
     def ids(ctx: Context) -> tuple[Any, ...]:
         return (
@@ -326,7 +314,7 @@ def test_ids_count_from_zero_and_rise_after_the_ends(unit: str) -> None:
 
 @pytest.mark.shows("K23", "R7", "R23", "R27")
 def test_the_end_of_forward_sees_outputs_and_loss_and_later_ends_do_too() -> None:
-    """R7, R23: the loss without its graph; neither is left over for the next batch."""
+    """The loss without its graph; neither is left over for the next batch."""
     outputs: list[Tensor] = []
 
     def step(model: helios.Model, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -355,7 +343,7 @@ def test_the_end_of_forward_sees_outputs_and_loss_and_later_ends_do_too() -> Non
 
 @pytest.mark.shows("K20", "K23", "R8", "C10")
 def test_gradients_and_weights_are_seen_where_they_belong() -> None:
-    """R8, C10: gradients from backward to the update; new weights at its end."""
+    """Gradients from backward to the update; new weights at its end."""
 
     def values(ctx: Context) -> tuple[bool, float, float]:
         weight = ctx.model.net.weight
@@ -374,7 +362,7 @@ def test_gradients_and_weights_are_seen_where_they_belong() -> None:
 @pytest.mark.shows("R26", "R36")
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_a_skipped_update_is_not_committed_and_moves_no_step(unit: str) -> None:
-    """R25, R26: step ids stay; the window begins anew; schedulers do not move."""
+    """Step ids stay; the window begins anew; schedulers do not move."""
 
     def values(ctx: Context) -> tuple[Any, ...]:
         return (

@@ -28,7 +28,6 @@ def _last(folder: Path) -> helios.TrainingState:
 def test_accumulation_makes_steps_longer_and_leaves_epochs(
     unit: str, total: int, batches: int, tmp_path: Path
 ) -> None:
-    """H37, H38: N steps run N times the accumulation of micro-batches; by epochs, each counts."""
     setting = Setting(unit=unit, total_steps=total, accumulation=5, scheduler="none")
     assert len(train(tmp_path, setting).records) == batches
     assert _last(tmp_path).current_iteration == (4 if unit == "iteration" else batches)
@@ -48,7 +47,7 @@ def test_a_stopped_run_is_finished_until_its_total_is_raised(unit: str, tmp_path
 
 @pytest.mark.shows("H31", "C3")
 def test_the_checkpoint_is_there_before_the_early_stop(tmp_path: Path) -> None:
-    """H31: with equal frequencies the counter is inside of the checkpoint."""
+    """With equal frequencies the counter is inside of the checkpoint."""
     setting = Setting(unit="epoch", total_steps=20, early_stop_cycles=1, valid_frequency=1)
     train(tmp_path, setting)
     assert _last(tmp_path).early_stop_count == 1

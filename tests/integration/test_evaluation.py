@@ -18,7 +18,6 @@ def _trainer(*plugins: Plugin) -> helios.Trainer:
 
 @pytest.mark.shows("H55", "L33", "C18")
 def test_evaluation_mode_comes_before_the_start_event() -> None:
-    """C5; and each submodule gets its own mode back (L33)."""
     modes: list[tuple[str, bool]] = []
 
     class Watching(SmallModel):

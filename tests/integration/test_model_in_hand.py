@@ -214,14 +214,6 @@ def test_an_evaluation_of_another_checkpoint_ends_it(
     assert capsys.readouterr().err.count("Testing of net_epoch_1_iter_4.pth.\n") == 2
     trainer.test(model, data)
     assert weights_of(model) == stored(tmp_path)
-    loose = make(None)
-    assert loose.fit(model, data)
-    loose.test(model, data, checkpoint=path)
-    capsys.readouterr()
-    loose.test(model, data)
-    assert weights_of(model) == stored(tmp_path, 1)
-    said = "the model as it is now, because there is no checkpoint, and another call has set"
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.shows("P132")

@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 import helios
 from helios.errors import RunMismatchError
 from tests.integration.test_declared_params import Data
+from tests.typed.user_script import Line, Numbers
 
 Pair = tuple[torch.optim.Optimizer, list[Any]]
 Build = Callable[[nn.Sequential], Pair]
@@ -270,7 +271,7 @@ def test_a_setting_whose_state_the_run_lacks_is_an_error(tmp_path: Path) -> None
         _take(tmp_path, {"it": (make(kind=kind), make(kind=kind, amsgrad=True))}, {})
 
 
-class Plateau(helios.Model):
+class Plateau(Line):
     scheduler_interval: ClassVar[dict[str, str]] = {"scheduler": "validation:error"}
 
     def __init__(self, lr: float) -> None:
@@ -278,30 +279,16 @@ class Plateau(helios.Model):
         self.lr, self.seen = lr, None
 
     def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Linear(1, 1)
+        super().setup(fast_init)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=self.lr)
         self.scheduler = lr_scheduler.ReduceLROnPlateau(self.optimizer)
-
-    def train_step(self, batch: torch.Tensor, state: helios.TrainingState) -> torch.Tensor:
-        return self.net(batch.unsqueeze(1).float()).square().mean()
-
-    def valid_step(self, batch: Any, step: int) -> Any:
-        return {"error": (torch.tensor(1.0), 1)}
-
-
-class Validated(Data):
-    def setup(self) -> None:
-        super().setup()
-        self._valid_dataset = self._create_dataset(
-            list(torch.linspace(-1, 1, 4)), helios.DataLoaderParams(batch_size=4)
-        )
 
 
 def test_a_scheduler_that_follows_scores_is_an_error(tmp_path: Path) -> None:
     options: dict[str, Any] = {"valid_frequency": 1, "chkpt_frequency": 1}
-    _fit(tmp_path, 3, Plateau(0.1), Validated(), **options)
+    _fit(tmp_path, 3, Plateau(0.1), Numbers(), **options)
     options |= {"allow_changes": ("optimizer",)}
     with pytest.raises(
         RunMismatchError, match=r"unknown when model\.scheduler .*on_training_resume"
     ):
-        _fit(tmp_path, 6, Plateau(0.3), Validated(), **options)
+        _fit(tmp_path, 6, Plateau(0.3), Numbers(), **options)

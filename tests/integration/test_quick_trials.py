@@ -38,9 +38,6 @@ def _trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
     return helios.Trainer(use_cpu=True, print_banner=False, plugins=plugins, **options)
 
 
-# --- limits --------------------------------------------------------------------------------------
-
-
 def test_evaluations_are_limited_too() -> None:
     log = EventLog()
     limits = {Phase.VALIDATION: 1, Phase.TESTING: 2, Phase.PREDICTION: 1}
@@ -102,9 +99,6 @@ def test_a_changed_limit_stops_a_resume_and_the_epoch_goes_on_where_it_stood_if_
         *whole[done:length],
         whole[6],  # the head of the next epoch
     ]
-
-
-# --- the trial validation ------------------------------------------------------------------------
 
 
 class Meter:

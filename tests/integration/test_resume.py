@@ -190,7 +190,6 @@ def test_two_threads_stay_two_threads(tmp_path: Path) -> None:
 
 @pytest.mark.shows("K10")
 def test_a_hook_behind_the_safe_point_draws_the_same_numbers(tmp_path: Path) -> None:
-    """H6: the generators go on from where the checkpoint found them, last of all."""
 
     class Drawing(Plugin):
         unsaved = ("drawn",)

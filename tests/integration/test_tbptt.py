@@ -101,7 +101,6 @@ def _train(folder: Path | None, loop: Any, **options: Any) -> Outcome:
     "options", [{}, {"train_unit": "epoch", "total_steps": 3}], ids=["iterations", "epochs"]
 )
 def test_a_carried_state_resumes_everywhere(options: dict[str, Any], tmp_path: Path) -> None:
-    """L21, L35: in the middle of a sequence, at its end, and at the end of an epoch."""
     whole = resume_everywhere(lambda folder: _train(folder, Carrying(_SPLIT), **options), tmp_path)
     places = [ids for ids, _ in list(whole.records.values())[:_CHUNKS]]
     assert places == [[3 * chunk, 3 * chunk + 1, 3 * chunk + 2] for chunk in range(_CHUNKS)]

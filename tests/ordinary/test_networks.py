@@ -72,13 +72,6 @@ def with_first(change: Callable[[nn.Linear], nn.Module]) -> nn.Module:
     return net
 
 
-def lazy() -> nn.Module:
-    """Return a network that learns its sizes from a first batch, in setup."""
-    net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(1))
-    net(torch.zeros(2, WIDTH))
-    return net
-
-
 def pruned() -> nn.Module:
     """Return a network that lacks half of the weights of a layer."""
     net = perceptron()
@@ -105,7 +98,6 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "spectral norm": lambda: with_first(parametrizations.spectral_norm),
     "pruning": pruned,
     "a momentum encoder": Momentum,
-    "lazy layers, run in setup": lazy,
     "torch.compile": lambda: torch.compile(perceptron(nn.Dropout(0.2)), backend="eager"),
     "bfloat16": lambda: OfType(torch.bfloat16),
 }
