@@ -17,9 +17,9 @@ from helios.hooks.events import CHANNELS
 from helios.loops.epoch import EpochLoop
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins import HookContext, PipelineHooks, Plugin
-from helios.state import TrainingState
+from helios.state import Phase, TrainingState
 from tests.data.datasets import draw
-from tests.support.event_logs import Linear, Numbers
+from tests.support.event_logs import Linear, Numbers, ScoringLinear
 from tests.support.quiet import Quiet
 
 
@@ -257,6 +257,21 @@ def test_plugins_are_reached_and_saved_by_their_ids(tmp_path: Path) -> None:
     restored = [Keeping("model"), Keeping("rng"), Keeping("version")]
     fit(2, *restored)
     assert [plugin.value for plugin in restored] == [1, 2, 3]
+
+
+@pytest.mark.shows("H61", "K17", "R37")
+def test_a_model_may_move_its_batches_in_every_phase() -> None:
+    phases: list[Phase] = []
+
+    class Model(ScoringLinear):
+        def batch_to_device(self, batch: Any, phase: Phase) -> Any:
+            phases.append(phase)
+            return super().batch_to_device(batch, phase)
+
+    trainer, model = make_trainer(total_steps=1, valid_frequency=1), Model()
+    trainer.fit(model, Numbers(1, 1))
+    trainer.test(model, Numbers(1, 2))
+    assert phases == [Phase.TRAINING, Phase.VALIDATION, Phase.TESTING, Phase.TESTING]
 
 
 @pytest.mark.shows("L8", "L14")
