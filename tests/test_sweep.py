@@ -41,7 +41,6 @@ Objective = Callable[[Trial], float]
 MAKERS: dict[str, Callable[[], BaseSampler]] = {
     "random": lambda: RandomSampler(seed=3),
     "tpe": lambda: TPESampler(n_startup_trials=3),
-    "tpe-single": lambda: TPESampler(n_startup_trials=3, multivariate=False),
     "tpe-group": lambda: TPESampler(n_startup_trials=3, multivariate=True, group=True),
     "grid": lambda: GridSampler({"x": [-2, 0, 3.5], "kind": ["a", "b"], "n": [1, 4]}),
 }

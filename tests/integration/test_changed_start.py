@@ -253,7 +253,6 @@ EDITS: list[tuple[str, str, list[str]]] = [
     ("{1, 2}", "{1, 3}", [STEP]),
     ("{1, 2}", "{2, 1}", []),
     ("@scaled(0.5)", "@scaled(0.25)", [STEP]),
-    ("* factor", "/ factor", [STEP]),
     ("    def test_step", _NEW, ["Net.on_fit_end() has other code"]),
     ('{"error": (1.0, 1)}', '{"error": (2.0, 1)}', []),
     ("state):", 'state):\n        """A step."""', []),

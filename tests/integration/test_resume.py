@@ -147,6 +147,15 @@ def test_a_kill_in_the_last_stage_of_a_script_costs_no_bit(
     assert not train(tmp_path / "run", first).records
     resumed = train_in_stages("run")
     assert_equal(resumed, whole, since=min(resumed.records) - 1)
+    ends = [
+        {
+            path.name
+            for path in (tmp_path / name).glob("*/*.json")
+            if '"finished": null' in path.read_text()
+        }
+        for name in ("whole", "run")
+    ]
+    assert ends[0] == ends[1]
 
 
 def test_validation_logging_and_saving_change_no_bit(tmp_path: Path) -> None:
