@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -36,6 +37,9 @@ def test_the_command_migrates_below_a_folder_and_keeps_the_old_files(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = snapshot(root)
+    assert migrator.main([str(root), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["counts"] == {"to be migrated": 2}
+    assert snapshot(root) == before
     assert migrator.main([str(root)]) == 0
     assert capsys.readouterr().out.endswith("2 migrated.\n")
     for path, (_, data) in before.items():

@@ -268,6 +268,17 @@ def test_each_page_says_what_to_read_first_and_so_all_have_an_order() -> None:
     assert not [page for page in assumes.keys() - ours if ours & set(before[page])]
 
 
+@pytest.mark.shows("P151")
+def test_the_page_of_the_architecture_is_short_and_names_files_that_exist() -> None:
+    page = (_ROOT / "docs" / "architecture.md").read_text("utf-8")
+    assert len(page.split()) <= 1500
+    named = {name for name in re.findall(r"`([\w/]+)`", page) if "/" in name}
+    assert len(named) > 30
+    package = {path.relative_to(_ROOT / "helios") for path in (_ROOT / "helios").rglob("*")}
+    known = {path.with_suffix("").as_posix() for path in package}
+    assert sorted({name.rstrip("/") for name in named} - known - {"scripts/check"}) == []
+
+
 def test_the_page_of_checkpoints_lists_all_keys_and_names_the_schema() -> None:
     page = (_ROOT / "docs" / "checkpoints.md").read_text("utf-8")
     contents = page.partition("## Contents")[2].partition("\n## ")[0]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.planted import listing, planting
 
@@ -40,12 +38,3 @@ subprocess.run([sys.executable, "-c", {_CODE!r}], env={{"PYTHONPATH": ""}}, chec
         "7\n",
         "7\n",
     ]
-
-
-def test_a_module_may_have_another_source_that_tells_which_tests_reach_it(tmp_path: Path) -> None:
-    source = tmp_path / "helios.counters.py"
-    right = (planting.ROOT / "helios/counters.py").read_text()
-    source.write_text(right.replace("self.sample = 0", "planted_reached(7); self.sample = 1"))
-    assert _start(_CODE, planting.sources(tmp_path)) == "1\n"
-    test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
-    assert (tmp_path / "reached").read_text() == f"7 {test}\n"

@@ -190,14 +190,6 @@ def test_a_run_after_a_search_has_the_same_files(tmp_path: Path) -> None:
     assert ledgers[0] == ledgers[1]
 
 
-def test_a_test_after_fit_and_a_search_tests_the_trained_model(tmp_path: Path) -> None:
-    model, data, trainer = Net(), Data(), make_trainer()
-    trainer.fit(model, data)
-    before = trainer.test(model, data), trainer.validate(model, data)
-    trainer.find_lr(model, data, num_steps=12)
-    assert (trainer.test(model, data), trainer.validate(model, data)) == before
-
-
 class Several(Net):
     def train_step(self, batch: Any) -> Any:
         loss = super().train_step(batch)

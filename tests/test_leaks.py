@@ -6,12 +6,10 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-import torch
 
 from tests import leaks
 
@@ -24,28 +22,10 @@ def _variable() -> Iterator[None]:
 
 
 @contextmanager
-def _thread() -> Iterator[None]:
-    end = threading.Event()
-    thread = threading.Thread(target=end.wait, name="left-over", daemon=True)
-    thread.start()
-    yield
-    end.set()
-    thread.join()
-
-
-@contextmanager
 def _child() -> Iterator[None]:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     yield
     child.communicate(b"\n")
-
-
-@contextmanager
-def _group() -> Iterator[None]:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @contextmanager
@@ -58,9 +38,7 @@ def _handler() -> Iterator[None]:
 
 _LEAKS = {
     "environment variables": _variable,
-    "threads": _thread,
     "child processes": _child,
-    "process group": _group,
     "loggers": _handler,
 }
 

@@ -214,6 +214,15 @@ def test_a_module_is_repeated_as_python_runs_it(
         del sys.modules[name]
 
 
+@pytest.mark.shows("P34")
+def test_a_run_of_one_process_is_repeated_on_two(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(folder, capfd, "--nproc", "2", "--json")
+    assert ran.code == 0, ran.err
+    assert (ran.json["is_equal"], ran.json["num_equal"], ran.json["has_ended"]) == (True, 8, True)
+
+
 @pytest.mark.shows("P146")
 def test_a_replay_shows_how_far_it_is_on_a_terminal_only(folder: Path) -> None:
     words = [sys.executable, "-m", "helios", "replay", str(folder / "train.py"), "--json"]

@@ -248,6 +248,7 @@ def points_of(folder: Path) -> list[tuple[str, int, float]]:
     )
 
 
+@pytest.mark.shows("H45")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("unit", _UNITS)
 def test_a_script_of_helios_1_is_killed_and_resumes_bit_for_bit(unit: str, tmp_path: Path) -> None:

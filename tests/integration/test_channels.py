@@ -21,7 +21,7 @@ from helios.model.processor import BatchProcessor
 from helios.plugins import Plugin
 from helios.plugins.channels import HookContext, PipelineHooks
 from helios.state import Phase
-from tests.support.models import OneLayer
+from tests.support.models import OneLayer, forward
 from tests.support.quiet import Quiet
 
 _SHORT = {
@@ -198,7 +198,7 @@ def _left(channel: str, names: str = "ab", error: str = " wrong") -> list[str]:
     return [f"{short(channel)}{name}){error}" for name in names]
 
 
-@pytest.mark.shows("R12", "R14", "R16")
+@pytest.mark.shows("K34", "R12", "R14", "R16")
 @pytest.mark.parametrize("channel", _OUTER)
 @pytest.mark.parametrize("where", ["enter", "body", "exit"])
 def test_what_was_begun_is_left_once_after_an_error(channel: str, where: str) -> None:
@@ -310,6 +310,17 @@ def test_ids_count_from_zero_and_rise_after_the_ends(unit: str) -> None:
     for name, rows in ends.items():
         assert [row[:4] for row in seen[name]] == rows, name
     assert seen["loop("][0][:6] == (0,) * 6
+
+
+@pytest.mark.shows("R31")
+def test_batch_hooks_see_the_raw_batch_and_forward_hooks_the_transformed_one() -> None:
+    processor = BatchProcessor.from_callable(forward, transforms=[torch.neg, lambda x: x * 10])
+    hooks, seen = watch(lambda ctx: ctx.batch.item(), "on_batch", "on_model_forward")
+    trainer, model = make_trainer(hooks, total_steps=2, valid_frequency=2), Linear(processor)
+    trainer.fit(model, Numbers(2, 1))
+    trainer.predict(model, Numbers(2))
+    assert seen["batch("] == seen["batch)"] == [1, 2, 1, 1, 2]
+    assert seen["forward("] == seen["forward)"] == [-10, -20, -10, -10, -20]
 
 
 @pytest.mark.shows("K23", "R7", "R23", "R27")

@@ -71,6 +71,7 @@ def test_the_log_says_which_one_is_the_best_and_why(
     assert "equal: line_epoch_3_iter_12.pth" in said
 
 
+@pytest.mark.shows("H56")
 def test_an_evaluation_without_data_says_what_to_define(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

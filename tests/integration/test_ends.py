@@ -45,7 +45,7 @@ def test_a_stopped_run_is_finished_until_its_total_is_raised(unit: str, tmp_path
     assert_equal(resumed, whole, since=2)
 
 
-@pytest.mark.shows("H31", "C3")
+@pytest.mark.shows("H30", "H31", "C3")
 def test_the_checkpoint_is_there_before_the_early_stop(tmp_path: Path) -> None:
     """With equal frequencies the counter is inside of the checkpoint."""
     setting = Setting(unit="epoch", total_steps=20, early_stop_cycles=1, valid_frequency=1)

@@ -36,3 +36,15 @@ def test_evaluation_mode_comes_before_the_start_event() -> None:
 
     _trainer().test(Watching(_SETTING), IndexModule(_SETTING), checkpoint=None)
     assert modes == [("start", False), ("end", True), ("frozen part", False)]
+
+
+@pytest.mark.shows("H56")
+def test_without_a_checkpoint_the_model_loads_its_own_weights() -> None:
+    called: list[int] = []
+
+    class Loading(SmallModel):
+        def load_for_testing(self) -> None:
+            called.append(1)
+
+    _trainer().test(Loading(_SETTING), IndexModule(_SETTING))
+    assert called == [1]

@@ -101,12 +101,29 @@ class KMeans(helios.Model):
         self.counts.zero_()
 
 
+class WarmUp(helios.Model):
+    """Collects a buffer before it trains on it."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(2, 1)
+        self.optimizer = torch.optim.Adam(self.net.parameters())
+        self.replay: list[Tensor] = []
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> None:
+        self.replay.append(batch[0])
+        if len(self.replay) > 120:
+            self.optimizer.zero_grad()
+            self.net(torch.cat(self.replay[-8:])).square().mean().backward()
+            self.optimizer.step()
+
+
 @pytest.mark.shows("U35")
+@pytest.mark.parametrize("kind", [KMeans, WarmUp])
 def test_a_script_that_learns_without_a_loss_is_right(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: type[helios.Model], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for total in (2, 3):
-        fit(KMeans("own"), tmp_path, length=300, total_steps=total)
+        fit(kind("own"), tmp_path, length=300, total_steps=total)
     said = capsys.readouterr().err
     assert FORGOTTEN not in said
     assert "ERROR" not in said

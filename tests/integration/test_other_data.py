@@ -10,6 +10,8 @@ import pytest
 
 import helios
 from helios.errors import RunMismatchError
+from helios.plugins import Plugin
+from tests.support.quiet import Quiet
 from tests.support.runs import IndexData, IndexModule, Setting, SmallModel, noisy_collate
 
 _LENGTH = 24
@@ -42,7 +44,7 @@ class Given(IndexModule):
 
 
 def _fit(
-    folder: Path, setting: Setting = _SETTING, dataset: Any = None, **options: Any
+    folder: Path, setting: Setting = _SETTING, dataset: Any = None, *plugins: Plugin, **options: Any
 ) -> SmallModel:
     model, data = SmallModel(setting), Given(dataset or IndexData(_LENGTH))
     trainer = helios.Trainer(
@@ -53,6 +55,7 @@ def _fit(
         use_cpu=True,
         print_banner=False,
         random_seed=5,
+        plugins=plugins,
         **options,
     )
     assert trainer.fit(model, data)
@@ -94,3 +97,24 @@ def test_another_fingerprint_warns_and_goes_on(
     newest = helios.find_last_checkpoint(tmp_path / "run" / "small")
     assert newest is not None
     assert "'abc' -> 'xyz'" in newest.with_suffix(".json").read_text()
+
+
+class Growing(Quiet):
+    """Adds four samples at the end of each epoch."""
+
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        self.trainer.datamodule.dataset.length = _LENGTH + 4 * current_epoch
+
+
+@pytest.mark.shows("S60")
+@pytest.mark.parametrize(("unit", "total"), [("iteration", 21), ("epoch", 3)])
+def test_a_data_set_that_grows_is_counted_anew_each_epoch(
+    unit: str, total: int, tmp_path: Path
+) -> None:
+    setting = Setting(unit=unit, total_steps=total)
+    whole = _fit(tmp_path, setting, IndexData(_LENGTH), Growing())
+    samples = [i for _, (ids, _) in sorted(whole.records.items()) for i in ids]
+    for length in (24, 28, 32):
+        assert sorted(samples[:length]) == list(range(length))
+        del samples[:length]
+    assert samples == []

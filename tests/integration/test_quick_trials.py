@@ -71,10 +71,7 @@ def test_a_limited_run_resumes_exactly_everywhere(setting: Setting, tmp_path: Pa
     assert whole.cursor.epoch >= 2
 
 
-_CHANGES = [
-    (4, 2, 3),
-    (None, 3, 5),
-]
+_CHANGES = [(4, 2, 3), (None, 3, 5)]
 
 
 @pytest.mark.parametrize(("before", "after", "done"), _CHANGES)

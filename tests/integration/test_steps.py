@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from helios.data import Steps
+from helios.errors import RunMismatchError
 from helios.ledger import verify
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexModule, Outcome, Setting, train
@@ -42,3 +44,17 @@ def test_a_run_without_data_resumes_everywhere(tmp_path: Path, n: int | None) ->
     assert [ids for ids, _ in whole.records.values()] == [[i] * 4 for i in range(18)]
     assert ("on_validation_end", 0) in whole.events
     assert verify(tmp_path / "whole" / "small").is_good
+
+
+@pytest.mark.shows("P55")
+@pytest.mark.parametrize(("before", "now"), [(None, 4), (4, 5)])
+def test_another_length_of_epochs_is_refused_until_it_is_allowed(
+    tmp_path: Path, before: int | None, now: int | None
+) -> None:
+    setting = make_setting(before, total_steps=3)
+    train(tmp_path, setting)
+    other = dataclasses.replace(make_setting(now), total_steps=6)
+    with pytest.raises(RunMismatchError, match="length: "):
+        train(tmp_path, other)
+    other.options["allow_changes"] = ("length",)
+    assert sorted(train(tmp_path, other).records) == [4, 5, 6]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
 
 from tests.ordinary.harness import WIDTH, Case, Regression, assert_ordinary
 
@@ -65,20 +64,6 @@ def frozen() -> nn.Module:
     return net
 
 
-def with_first(change: Callable[[nn.Linear], nn.Module]) -> nn.Module:
-    """Return a network whose first layer was changed."""
-    net = perceptron()
-    net[0] = change(net[0])
-    return net
-
-
-def pruned() -> nn.Module:
-    """Return a network that lacks half of the weights of a layer."""
-    net = perceptron()
-    prune.l1_unstructured(net[0], "weight", amount=0.5)
-    return net
-
-
 class OfType(nn.Module):
     """A network of another type than its inputs."""
 
@@ -95,8 +80,6 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "tied weights": Tied,
     "frozen layers": frozen,
     "batch norm": lambda: perceptron(nn.BatchNorm1d(4)),
-    "spectral norm": lambda: with_first(parametrizations.spectral_norm),
-    "pruning": pruned,
     "a momentum encoder": Momentum,
     "torch.compile": lambda: torch.compile(perceptron(nn.Dropout(0.2)), backend="eager"),
     "bfloat16": lambda: OfType(torch.bfloat16),

@@ -211,6 +211,20 @@ def test_texts_of_a_run_are_never_markup(
     assert "script" not in Page(text).tags
 
 
+@pytest.mark.shows("P62")
+def test_lines_that_are_not_good_are_in_no_chart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_ledger(tmp_path, [1.0, 2.0, 4.0])
+    path = tmp_path / "ledger.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2].replace(b'"at":[1,2,2]', b'"at":[2,2,2]')
+    path.write_bytes(b"".join(lines))
+    text, facts = make_page(tmp_path, capsys)
+    assert "1 findings, the first" in facts["summary"]["Ledger"]
+    assert len(points_of(text, "loss: loss")) == 2
+
+
 def test_without_matplotlib_one_line_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,7 @@ LINE = (
 )
 
 
-@pytest.mark.shows("P133")
+@pytest.mark.shows("H44", "P133")
 @pytest.mark.parametrize("has_bars", [False, True])
 def test_without_a_bar_the_log_has_a_line_every_30_seconds(
     has_bars: bool, pipe: Screen, time: Time, caplog: pytest.LogCaptureFixture
