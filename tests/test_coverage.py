@@ -32,7 +32,6 @@ def _faults(known: Mapping[str, Statement], *shown: Shown) -> list[str]:
     [
         (_known(H67=_WAITING), "H67 is no statement."),
         (_known(H5=Statement("a")), "H5 has neither a test nor 'waits' or 'obsolete'."),
-        (_known(H66=Statement(" ", waits="for ever")), "H66 does not say what it states."),
         (
             _known(H5=Statement("a", "as in `tests/test_none.py`", "for ever")),
             "H5 names tests/test_none.py: no such file.",
@@ -43,16 +42,6 @@ def _faults(known: Mapping[str, Statement], *shown: Shown) -> list[str]:
 def test_a_statement_without_evidence_is_seen(known: Mapping[str, Statement], fault: str) -> None:
     assert _faults(_known()) == []
     assert _faults(known) == [fault]
-
-
-def test_a_mark_shows_its_statements_only() -> None:
-    known = _known(H5=Statement("a"), H6=Statement("b"))
-    assert _faults(known, Shown("tests/test_a.py::test_it", ["H5"])) == [
-        "H6 has neither a test nor 'waits' or 'obsolete'."
-    ]
-    assert _faults(known, Shown("tests/test_a.py::test_it", ["H5", "H6", "H67"])) == [
-        "tests/test_a.py::test_it shows H67, which is no statement."
-    ]
 
 
 _MARK = "@pytest.mark.shows('H5')\n"
@@ -70,9 +59,7 @@ def _shown_by(text: str, root: Path) -> list[Shown]:
     [
         (f"@pytest.mark.skip\n{_TEST}", "is marked skip."),
         (f"@pytest.mark.full\n{_TEST}", "is marked full."),
-        (f"pytestmark = [pytest.mark.gpu]\n{_TEST}", "is marked gpu."),
         (f"needs = pytest.mark.skipif(True, reason='no')\n@needs\n{_TEST}", "is marked skipif."),
-        (f"@pytest.mark.parametrize('n', [])\n{_TEST}", "is marked parametrize without cases."),
         (
             f"@pytest.mark.parametrize('n', [pytest.param(1, marks=pytest.mark.full)])\n{_TEST}",
             "is marked full.",
@@ -82,27 +69,9 @@ def _shown_by(text: str, root: Path) -> list[Shown]:
             "@pytest.fixture\ndef tmp_path():\n    pytest.importorskip('none')\n" + _TEST,
             "may skip itself.",
         ),
-        (_TEST.replace("'H5'", "NUMBER"), "says no numbers."),
     ],
 )
 def test_a_mark_that_shows_nothing_is_seen(text: str, fault: str, tmp_path: Path) -> None:
     (shown,) = _shown_by(text, tmp_path)
     assert (shown.test, shown.fault) == ("tests/test_a.py::test_it", fault)
     assert f"{shown.test} {fault}" in _faults(_known(), shown)
-
-
-def test_a_mark_on_something_else_is_seen(tmp_path: Path) -> None:
-    (shown,) = _shown_by("pytestmark = pytest.mark.shows('H5')\n", tmp_path)
-    assert (shown.test, shown.fault) == ("tests/test_a.py", "marks something else than a test.")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        _TEST,
-        f"@pytest.mark.parametrize('n', [1, pytest.param(2, marks=pytest.mark.full)])\n{_TEST}",
-        f"@pytest.mark.parametrize('n', NUMBERS)\n@pytest.mark.usefixtures('f')\n{_TEST}",
-    ],
-)
-def test_a_mark_of_a_test_that_runs_passes(text: str, tmp_path: Path) -> None:
-    assert _shown_by(text, tmp_path) == [Shown("tests/test_a.py::test_it", ["H5"])]

@@ -50,24 +50,6 @@ print({{*helios.__all__}} <= {{*vars(helios)}}, helios.plugins.EMA.__name__)
 
 
 @pytest.mark.shows("P73")
-def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'helios' has no attribute 'Trainr'"):
-        _ = helios.Trainr
-    with pytest.raises(ImportError, match="cannot import name 'Trainr' from 'helios'"):
-        exec("from helios import Trainr")
-
-
-def test_probes_for_special_attributes_import_nothing() -> None:
-    code = f"""
-import helios
-from helios import __version__
-print(getattr(helios, "__wrapped__", None), helios.__version__ == __version__)
-{_HEAVY}
-"""
-    assert _run(code).splitlines() == ["None True", "[]"]
-
-
-@pytest.mark.shows("P73")
 def test_commands_that_read_text_import_no_pytorch(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_text("")
     code = f"""

@@ -19,7 +19,6 @@ import helios
 from helios import finetune
 from helios.errors import (
     ArgumentError,
-    ArgumentTypeError,
     CheckpointError,
     IncompatibleCheckpointError,
     RunMismatchError,
@@ -178,15 +177,6 @@ def test_a_network_takes_its_part_under_other_names(
     assert len(report.loaded) == len(weights) - 2
 
 
-def test_one_network_of_a_checkpoint_needs_no_renaming(
-    trained: tuple[Path, dict[str, Tensor]],
-) -> None:
-    path, weights = trained
-    head = nn.Linear(4, 1)
-    helios.load_weights(path, head)
-    assert torch.equal(head.weight, weights["head.weight"])
-
-
 class Wide(Net):
     width = 3
 
@@ -237,16 +227,6 @@ def test_patterns_that_cannot_be_meant_are_refused(
         helios.load_weights(trained[0], model, **options)
 
 
-def test_each_wildcard_stands_for_what_it_has_matched(tmp_path: Path) -> None:
-    part = torch.ones(2)
-    torch.save({"layer.3.norm.gamma": part, "a.b": part}, tmp_path / "x.pt")
-    network = nn.ParameterDict({"gamma": part * 0, "ab": part * 0})
-    rename = {"*.*.norm.*": "*", "a.*": "ab", "*": "lost"}
-    report = helios.load_weights(tmp_path / "x.pt", network, rename=rename, strict=False)
-    assert report.unexpected == ["layer"]
-    assert report.loaded == ["ab"]
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -260,33 +240,6 @@ def test_a_file_may_hold_a_tied_tensor_under_one_of_its_names(tmp_path: Path) ->
     report = helios.load_weights(as_safetensors(tmp_path, weights, tmp_path), network)
     assert report.missing == []
     assert torch.equal(network.head.weight, torch.ones(5, 3))
-
-
-class Counting(nn.Linear):
-    """Has a state that is no tensor."""
-
-    count = 0
-
-    def get_extra_state(self) -> Any:
-        return {"count": self.count}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.count = state["count"]
-
-
-def test_a_state_that_is_no_tensor_is_loaded_by_its_network(tmp_path: Path) -> None:
-    class Counted(Net):
-        def setup(self, fast_init: bool = False) -> None:
-            self.body, self.head = Counting(1, 2), nn.Linear(2, 1)
-            self.body.count = 3
-            self.optimizer = torch.optim.SGD(self.head.parameters(), lr=0.1)
-
-    make_trainer(tmp_path).fit(Counted("counted"), Data())
-    path = helios.find_last_checkpoint(tmp_path / "counted")
-    assert path is not None
-    network = Counting(1, 2)
-    helios.load_weights(path, network)
-    assert network.count == 3
 
 
 def test_tensors_are_read_one_by_one(
@@ -329,24 +282,6 @@ def test_bad_files_are_refused(
     with pytest.raises(error, match=message):
         helios.load_weights(tmp_path / name, nn.Linear(1, 1))
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("text", ['{"weight_map": {"weight": "../x.safetensors"}}', "{"])
-def test_bad_indices_are_refused(tmp_path: Path, text: str) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    as_safetensors(tmp_path, {"weight": torch.ones(1)}, tmp_path).rename(tmp_path / "x.safetensors")
-    (folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match="Download it again"):
-        helios.load_weights(folder, nn.Linear(1, 1))
-
-
-def test_bad_arguments_are_refused(trained: tuple[Path, dict[str, Tensor]]) -> None:
-    with pytest.raises(ArgumentTypeError, match="must be a Model or an nn"):
-        helios.load_weights(trained[0], {})  # type: ignore[arg-type]
-
-
-# ---- in setup
 
 
 class Tuned(Net):
@@ -395,14 +330,6 @@ def test_a_resume_and_an_evaluation_do_not_need_the_file(
         make_trainer(tmp_path / "new", **options).fit(Tuned(source), Data())
 
 
-def test_an_evaluation_without_a_checkpoint_reads_the_file(
-    trained: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
-    model = Tuned(as_safetensors(*trained, tmp_path))
-    make_trainer().test(model, Data(), checkpoint=None)
-    assert len(model.report.loaded) == 7
-
-
 def test_a_run_in_several_processes_is_given_back_without_the_file(
     trained: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,17 +361,6 @@ def _leave_out(model: Any) -> None:
     model.body.register_state_dict_post_hook(_omit)
 
 
-def _add_head(model: Any) -> None:
-    model.head = nn.Linear(4, 1)
-    with torch.no_grad():
-        model.head.bias.copy_(model.body[0].bias.mean())
-
-
-def _add_buffer(model: Any) -> None:
-    model.scale = nn.Module()
-    model.scale.register_buffer("ratio", model.body[0].weight.mean())
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -459,16 +375,6 @@ def test_what_no_checkpoint_would_hold_is_refused_before_training(
 ) -> None:
     with pytest.raises(UsageError, match=rf"{named} .*every_start=True"):
         make_trainer(tmp_path / "runs").fit(Tuned(trained[0], change), Data())
-
-
-@pytest.mark.parametrize("change", [_add_head, _add_buffer])
-def test_what_a_checkpoint_holds_is_not_refused(
-    trained: tuple[Path, dict[str, Tensor]], tmp_path: Path, change: Any
-) -> None:
-    for epochs in (1, 2):
-        model = Tuned(trained[0], change)
-        make_trainer(tmp_path / "runs", max_epochs=epochs).fit(model, Data())
-    assert model.report.is_left_to_checkpoint
 
 
 def _compute_scale(model: Any) -> None:
@@ -508,12 +414,6 @@ def test_a_file_is_read_at_every_start_if_asked(
         make_trainer(tmp_path / "runs", max_epochs=epochs).fit(model, Data())
         assert torch.equal(model.teacher.weight, trained[1]["head.weight"])
         assert model.norm == trained[1]["head.weight"].norm()
-
-
-def test_a_run_without_checkpoints_may_make_anything_of_its_weights(
-    trained: tuple[Path, dict[str, Tensor]],
-) -> None:
-    make_trainer(max_epochs=1).fit(Tuned(trained[0], _note_norm), Data())
 
 
 class Still(Net):

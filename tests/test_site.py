@@ -51,14 +51,3 @@ def test_the_docstring_describes_every_argument(owner: Callable[..., Any]) -> No
         if parameter.kind is not inspect.Parameter.VAR_POSITIONAL
     )
     assert [name for name in passed if name not in names] == []
-
-
-@pytest.mark.shows("P79")
-def test_a_source_with_public_names_leads_to_the_api_and_any_other_to_its_text() -> None:
-    text = (
-        "[a](../helios/data/params.py) [b](../helios/data/order.py) [c](https://d.py) [e](f.md#g)"
-    )
-    assert pages.follow_links(text, "docs/data.md", "data.md") == (
-        "[a](api/data.md#helios.DataLoaderParams) [b](sources/helios/data/order.py.md) "
-        "[c](https://d.py) [e](f.md#g)"
-    )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import pytest
 
 from tests.support import tier
 from tests.support.resume import restarts_of
-from tests.support.scripts import call
 from tests.support.started import end_all, started
 
 # Starts a process in another session, which says that it is there, and waits for it, or does not.
@@ -25,31 +22,6 @@ if sys.argv[1] == "waits":
     child.wait()
 """
 CHECKPOINTS = [Path(f"run_epoch_1_iter_{number}.pth") for number in range(14)]
-
-
-def _script() -> None:
-    print(*sys.argv[1:], os.environ.get("OF_THIS_TEST"))
-    print("to stderr", file=sys.stderr)
-    if sys.argv[1] == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if sys.argv[1] == "failed":
-        raise ValueError("on purpose")
-    if sys.argv[1] == "hangs":
-        signal.pause()
-    raise SystemExit(75)
-
-
-def test_a_forked_script_has_its_arguments_variables_outputs_and_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("OF_THIS_TEST", "1")
-    done = call(_script, "ended", 2)
-    assert (done.returncode, done.stdout, done.stderr) == (75, "ended 2 1\n", "to stderr\n")
-
-
-def test_a_forked_script_that_hangs_is_killed() -> None:
-    with pytest.raises(subprocess.TimeoutExpired):
-        call(_script, "hangs", timeout=0.5)
 
 
 def test_restarts_of_the_default_tier_reach_every_place_of_an_epoch_and_a_window(
@@ -65,28 +37,6 @@ def test_restarts_of_the_default_tier_reach_every_place_of_an_epoch_and_a_window
         places |= {CHECKPOINTS.index(path) for path in found}
     assert places == set(range(14))
     assert restarts_of(CHECKPOINTS[:5]) == CHECKPOINTS[:5]
-
-
-@pytest.mark.parametrize(("every", "expected"), [(2, {0, 3, 4, 7, 8, 11}), (3, {0, 5, 7, 9})])
-def test_the_default_tier_has_one_case_in_so_many_of_a_sampled_test(
-    every: int, expected: set[int]
-) -> None:
-    mark = pytest.mark.sampled(every).mark
-    cases = [_Case(f"file::test[{number}]", mark) for number in range(12)]
-    others = [_Case("file::other[0]", mark), _Case("file::unmarked[0]"), _Case("file::last")]
-    kept = tier.sample([*others, *cases])  # type: ignore[list-item]
-    assert kept == {*others, *(cases[number] for number in expected)}
-
-
-class _Case:
-    """A test as pytest has it."""
-
-    def __init__(self, nodeid: str, mark: pytest.Mark | None = None) -> None:
-        self.nodeid = nodeid
-        self._mark = mark
-
-    def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        return self._mark if name == "sampled" else None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -41,7 +41,6 @@ Objective = Callable[[Trial], float]
 MAKERS: dict[str, Callable[[], BaseSampler]] = {
     "random": lambda: RandomSampler(seed=3),
     "tpe": lambda: TPESampler(n_startup_trials=3),
-    "tpe-single": lambda: TPESampler(n_startup_trials=3, multivariate=False),
     "tpe-group": lambda: TPESampler(n_startup_trials=3, multivariate=True, group=True),
     "grid": lambda: GridSampler({"x": [-2, 0, 3.5], "kind": ["a", "b"], "n": [1, 4]}),
 }
@@ -407,14 +406,6 @@ def test_another_seed_suggests_other_parameters_and_is_refused_in_the_same_folde
         start("a", sampler=RandomSampler())
 
 
-def test_a_grid_is_tried_once(tmp_path: Path) -> None:
-    sweep = Sweep(tmp_path, "max", sampler=MAKERS["grid"]())
-    results = sweep.run(compute)
-    assert len(results) == 12
-    assert sweep.run(compute, 20) == results
-    assert results[0].score == max(each.score for each in results if each.score is not None)
-
-
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 def test_other_samplers_and_wrong_uses_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -427,6 +418,9 @@ def test_other_samplers_and_wrong_uses_are_refused_by_name(
         Sweep(tmp_path, "min").run(compute)
     with pytest.raises(helios.UsageError, match="None of trial 0"):
         Sweep(tmp_path, "min").run(lambda trial: None, 1)
+    late = lambda trial: trial.folder and trial.suggest_float("late", 0, 1)  # noqa: E731
+    with pytest.raises(helios.UsageError, match="'late'"):
+        Sweep(tmp_path / "late", "min").run(late, 1)
     for name in TORCHRUN_VARIABLES:
         monkeypatch.setenv(name, "2" if name.endswith("SIZE") else "0")
     with pytest.raises(helios.UsageError, match="nproc"):
@@ -453,63 +447,14 @@ def test_a_trial_with_other_parameters_than_before_is_refused_with_the_differenc
         Sweep(tmp_path, "min").run(edited, 1)
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_an_edited_range_is_refused_in_a_new_trial_and_in_an_interrupted_one(
-    tmp_path: Path, *, ends: bool
-) -> None:
+def test_an_edited_range_is_refused_in_a_new_trial(tmp_path: Path) -> None:
     def compute_below(highest: int, trial: Trial) -> float:
-        trial.suggest_float("x", -4, 4)
-        score = float(trial.suggest_int("n", 1, highest))
-        if not ends:
-            raise Stopped
-        return score
+        return float(trial.suggest_int("n", 1, highest))
 
     sweep = Sweep(tmp_path, "min")
-    with contextlib.suppress(Stopped):
-        sweep.run(partial(compute_below, 5), 1)
-    with pytest.raises(
-        helios.RunMismatchError,
-        match=r"range of 'n' .* in trial 0 it was IntDistribution\(high=5, .*\(high=3, ",
-    ):
+    sweep.run(partial(compute_below, 5), 1)
+    with pytest.raises(helios.RunMismatchError, match=r"range of 'n' .*high=5, .*\(high=3, "):
         sweep.run(partial(compute_below, 3), 2)
-    ends = True
-    assert len(sweep.run(partial(compute_below, 5), 2)) == 2
-
-
-class Edited(Net):
-    """The same class after an edit: it had another step when its trial was interrupted."""
-
-    def train_step(self, batch: Any) -> torch.Tensor:
-        return 2 * super().train_step(batch)
-
-
-Edited.__name__ = Edited.__qualname__ = "Net"
-
-
-def test_an_interrupted_trial_says_what_code_was_edited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def tick() -> Iterator[None]:
-        yield from [None] * 5  # beyond the checkpoint of the first epoch
-        raise Stopped
-
-    sweep, ticks = Sweep(tmp_path, "min"), tick()
-    with pytest.raises(Stopped):
-        sweep.run(lambda trial: train_trial(trial, partial(next, ticks)), 1)
-    monkeypatch.setattr(sys.modules[__name__], "Net", Edited)
-    assert sweep.run(train_trial, 1)[0].state == "finished"
-    assert "Net.train_step() has other code" in caplog.text
-
-
-def test_a_parameter_after_the_folder_is_refused(tmp_path: Path) -> None:
-    def objective(trial: Trial) -> float:
-        x = trial.suggest_float("x", 0, 1)
-        assert trial.folder.is_dir()
-        assert trial.suggest_float("x", 0, 1) == x
-        return trial.suggest_float("late", 0, 1)
-
-    with pytest.raises(helios.UsageError, match="'late'"):
-        Sweep(tmp_path, "min").run(objective, 1)
 
 
 def test_a_trial_that_fails_as_expected_is_not_repeated(

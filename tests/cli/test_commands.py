@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
-from helios.checkpoint import file_names
 from helios.checkpoint.store import RunFolder
 from helios.cli import main
 from tests.checkpoint import hostile
@@ -88,25 +85,6 @@ def test_ls_lists_and_marks_where_a_start_goes_on(
     assert "run_epoch_1_iter_3.pth is not a complete archive" in lines[5]
 
 
-@pytest.mark.shows("S29")
-def test_ls_in_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunFolder(root / "run")
-    run.move_aside()
-    save(run, 1, 7)
-    document = Ran(capsys, "ls", root, "--json").json
-    (folder,) = document["folders"]
-    path = str(root / "run" / "run_epoch_1_iter_7.pth")
-    assert document["root"] == str(root)
-    assert (folder["start"], folder["start_path"]) == ("resumes", path)
-    (found,) = folder["files"]
-    assert (found["path"], found["state"], found["checked"]) == (path, "not verified", "nothing")
-    assert (found["reason"], found["place"]) == ("", [1, 7])
-    assert found["size"] == Path(path).stat().st_size
-    sidecar = found["sidecar"]
-    assert (sidecar["run_name"], sidecar["metrics"]) == ("run", {"loss": 0.125})
-    assert (sidecar["level"], sidecar["finished"]) == ("restart", None)
-
-
 @pytest.mark.shows("S27")
 def test_verify_says_good_or_why_not_and_its_code_too(
     root: Path, capsys: pytest.CaptureFixture[str]
@@ -164,24 +142,6 @@ def test_every_kind_of_file_ends_in_a_code_and_a_message_with_its_name(
         assert len(set(path.parent.iterdir()) - before) == (state == "good")
 
 
-def test_export_writes_beside_the_checkpoint_and_says_where_from(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran = Ran(capsys, "export", newest(root), "--to", "safetensors", "--json")
-    assert (ran.code, ran.err) == (0, "")
-    target = newest(root).with_suffix(".safetensors")
-    document = ran.json
-    assert (document["path"], document["names"]) == (str(target), ["weight"])
-    with safe_open(target, framework="pt") as opened:
-        assert opened.metadata() == document["metadata"]
-        assert torch.equal(opened.get_tensor("weight"), torch.arange(50.0) * 3)
-    assert document["metadata"]["format"] == "pt"
-    assert document["metadata"]["run_name"] == "run"
-    assert (document["metadata"]["epoch"], document["metadata"]["iteration"]) == ("1", "3")
-    assert document["metadata"]["source_digest"].startswith("sha256:")
-    assert len(file_names.find_checkpoints(newest(root).parent)) == 3
-
-
 def test_export_does_not_write_over_a_file_without_force(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,19 +190,6 @@ def test_wrong_usage_is_told_on_stderr_with_code_2(
     assert newest(root).read_bytes() == before
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "huggingface"])
-def test_a_missing_extra_is_named_with_its_remedy(
-    kind: str, root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    before = sorted(newest(root).parent.iterdir())
-    ran = Ran(capsys, "export", newest(root), "--to", kind)
-    assert ran.code == 2
-    assert sorted(newest(root).parent.iterdir()) == before
-    assert 'pip install "helios-trainer[safetensors]"' in ran.err
-
-
 def test_no_name_in_a_file_reaches_the_terminal_unescaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,47 +203,6 @@ def test_no_name_in_a_file_reaches_the_terminal_unescaped(
         assert ran.code == 0
         assert "\x1b" not in ran.out
         assert "\ngood\n" not in ran.out
-
-
-def start(*words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command, whose output nobody reads yet, with SIGINT as a shell leaves it."""
-    script = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from helios.cli import main; sys.exit(main())"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        **options,
-    )
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of which there is more to say than a pipe holds."""
-    names = {f"value_{number}": torch.zeros(1) for number in range(5_000)}
-    return save(RunFolder(tmp_path_factory.mktemp("wide")), 1, 1, **names)
-
-
-def test_diff_of_a_run_and_a_checkpoint_names_what_to_give(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for places in ((newest(root), root / "run"), (root / "run", newest(root))):
-        ran = Ran(capsys, "diff", *places)
-        assert ran.code == 2
-        assert "two runs or two checkpoints" in ran.err
-
-
-def test_ctrl_c_ends_a_command_with_a_line_and_code_130(wide: Path) -> None:
-    process = start("inspect", wide)
-    assert process.stdout is not None
-    # It has begun to print, and waits: the pipe is full before it could come to its end.
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=180)
-    assert (process.returncode, err) == (130, b"helios inspect: interrupted.\n")
 
 
 @pytest.mark.shows("S29")

@@ -162,17 +162,6 @@ def test_a_difference_exits_with_1_and_is_named(
     assert "different from iteration 4 on, first in: losses" in ran.out
 
 
-def test_the_fit_of_another_run_is_chosen_by_name(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran = Ran(folder, capsys, "--run", "two", "--json", rest="--stages one,two")
-    assert (ran.code, ran.json["is_equal"]) == (0, True), ran.err
-    assert Path(ran.json["ledger"]).parent.name == "two"
-    # The script goes on after calls that are skipped, and ends with the one that is replayed.
-    assert ran.marks == ["after-one"]
-    assert "trained: True" in ran.err
-
-
 @pytest.mark.shows("P59")
 @pytest.mark.parametrize(
     ("words", "rest", "message"),

@@ -11,7 +11,7 @@ import torch
 
 from helios.checkpoint.store import RunFolder
 from helios.cli import main
-from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
+from tests.checkpoint.helpers import save
 from tests.checkpoint.sharded_helpers import save_sharded
 from tests.support.paused import locked
 from tests.support.synthetic_run import write_run, write_run_file
@@ -140,29 +140,3 @@ def test_of_a_folder_the_checkpoint_counts_from_which_a_start_resumes(
     oldest.write_bytes(oldest.read_bytes()[:-100])
     assert main(["inspect", str(tmp_path / "run")]) == 1
     assert "run_epoch_1_iter_2.pth" in capsys.readouterr().out
-
-
-@pytest.mark.shows("P145")
-def test_the_best_checkpoint_of_a_folder_is_inspected_and_exported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = RunFolder(tmp_path / "run")
-    best = {"metric": "loss", "mode": "min", "iteration": 1, "scores": {"loss": 0.5}}
-    for iteration, loss in ((1, 0.5), (2, 0.7)):
-        sidecar = make_sidecar(1, iteration, metrics={"loss": loss}, best=best)
-        stem = f"run_epoch_1_iter_{iteration}"
-        save_payload(run, make_payload(1, iteration), stem=stem, sidecar=sidecar)
-    for words in (["inspect"], ["export", "--to", "pt"]):
-        assert main([*words, str(run.path), "--best", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert Path(found.get("source", found["path"])).name == "run_epoch_1_iter_1.pth"
-
-
-@pytest.mark.shows("P145")
-@pytest.mark.parametrize("words", [["inspect"], ["inspect", "--best"], ["export", "--to", "pt"]])
-def test_a_folder_of_several_runs_holds_no_checkpoint_itself(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_run(tmp_path / "run")
-    assert main([*words, str(tmp_path)]) == 2
-    assert f"There is no checkpoint directly in {tmp_path}." in capsys.readouterr().err

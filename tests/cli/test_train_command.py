@@ -43,11 +43,9 @@ def read(path: Path) -> Any:
 # Of each kind one: the words after the name, the value, and what the argument needs beside it.
 _PASSED: dict[str, tuple[list[str], Any, dict[str, Any]]] = {
     "run_name": (["a-name"], "a-name", {}),
-    "total_steps": ([".inf"], float("inf"), {"early_stop_cycles": 2}),
     "valid_frequency": (["null"], None, {}),
     "chkpt_frequency": (["10min"], "10min", {"chkpt_root": "runs"}),
     "gpus": (["null"], None, {}),
-    "chkpt_root": (["runs"], "runs", {}),
     "engine": (
         ["helios.Engine", "--trainer.engine.device=cpu", "--trainer.engine.precision=bf16"],
         helios.Engine("cpu", precision="bf16"),
@@ -76,13 +74,9 @@ _PASSED: dict[str, tuple[list[str], Any, dict[str, Any]]] = {
         {},
     ),
     "nproc": (["2"], 2, {"num_replicas": 2}),
-    "clip_norm": (["1.5"], 1.5, {}),
-    "resume": (["never"], "never", {}),
     "allow_changes": (["[params.model.lr, batch_size]"], ["params.model.lr", "batch_size"], {}),
-    "skip_batches": (["[3, 1]"], [3, 1], {}),
     "batch_limits": (["{training: 3}"], {helios.Phase.TRAINING: 3}, {}),
     "params": (["{note: {a: 1}}"], {"note": {"a": 1}}, {}),
-    "hang_timeout": (["90"], 90, {}),
 }
 
 
@@ -118,7 +112,7 @@ def test_each_kind_of_argument_of_the_trainer_goes_to_a_file_and_back(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(helios.Trainer, "fit", note)
     first, value, needed = _PASSED[name]
-    length = {} if name == "total_steps" else {"max_epochs": 5}
+    length = {"max_epochs": 5}
     words = [f"--trainer.{name}", *first]
     for other, each in {**needed, **length}.items():
         words += [f"--trainer.{other}", str(each)]
@@ -145,10 +139,8 @@ _MISTAKES = {
     "--lr=3 --epochs 3": "option --lr. Did you mean --model.lr?\nThere is no option --epochs. "
     "Did you mean --trainer.max_epochs?",
     "--model.lr fast": "--model.lr must be float, got 'fast'.",
-    "--data.batch_size 2.5": "--data.batch_size must be int, got '2.5'.",
     "--trainer.precision bf17": '"fp32" or "bf16" or "fp16" or null, got \'bf17\'.',
     "--trainer.max_epochs -1": "Trainer(max_epochs=...) must be None or a positive int, got -1.",
-    "--trainer.store.keep_lst 1": "Did you mean --trainer.store.keep_last?",
     "--trainer.plugins+=EarlyStopping --trainer.plugins.metric loss": "--trainer.plugins.patience "
     "is required: int.",
     "--trainer.plugins+=EarlyStoping": "got 'EarlyStoping'. Did you mean EarlyStopping?",
@@ -157,7 +149,6 @@ _MISTAKES = {
     "--config wrong.yaml": "--model.width must be int, got 'wide'.",
     "--config broken.yaml": "broken.yaml: Problems parsing config: ",
     "--config none.yaml": "--config: File does not exist",
-    "more": "Unexpected words: more.",
 }
 
 
@@ -175,15 +166,6 @@ def test_a_mistake_names_option_value_and_remedy_before_anything_is_created(
     assert _MISTAKES[words] in str(caught.value)
     assert Data.made == []
     assert not Path("runs").exists()
-
-
-def test_an_option_without_a_default_is_asked_for(tmp_path: Path) -> None:
-    class Other(Data):
-        def __init__(self, folder: Path) -> None:
-            super().__init__()
-
-    with pytest.raises(ArgumentError, match=r"--data.folder is required: Path."):
-        helios.run(Net, Other, ["fit", "--trainer.max_epochs", "1"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,21 +230,6 @@ def test_the_command_and_the_length_are_asked_for() -> None:
         helios.run(Net, Data, ["tets"])
     with pytest.raises(ArgumentError, match=r"Pass e.g. --trainer.max_epochs 10"):
         helios.run(Net, Data, ["fit"])
-
-
-def test_defaults_of_the_script_give_way_to_options(tmp_path: Path) -> None:
-    class Watch(helios.Plugin):
-        found: tuple[Any, ...] = ()
-
-        def setup(self) -> None:
-            options = self.trainer._options
-            Watch.found = (options.max_epochs, options.batch_limits, [*self.trainer.plugins])
-
-    limits = {helios.Phase.TRAINING: 3}
-    words = ("--trainer.max_epochs", "2", "--trainer.plugins+=helios.plugins.NaNGuard")
-    assert fit(tmp_path, *words, max_epochs=9, batch_limits=limits, plugins=[Watch("watch")])
-    assert Watch.found == (2, limits, ["watch", "nan-guard", "config-file"])
-    assert read(tmp_path / "net" / "config.yaml")["trainer"]["batch_limits"] == {"training": 3}
 
 
 def test_files_are_read_in_their_order_and_words_win(tmp_path: Path) -> None:
@@ -344,9 +311,6 @@ def test_an_interruption_ends_with_the_code_for_another_try(
     assert helios.run(Stopped, Data, words, chkpt_root=tmp_path, max_epochs=1) is True
 
 
-# --- In processes of their own.
-
-
 def start(*command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(codebase.ROOT), **variables}
     return subprocess.run(
@@ -417,9 +381,6 @@ def test_a_wrong_command_line_ends_with_2_and_a_refused_start_with_1(
     assert "(--trainer.allow_changes+=optimizer takes the new one)" in allowed.stderr
 
 
-# --- helios train
-
-
 @pytest.fixture
 def kept_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(sys, "path", sys.path[:])
@@ -458,12 +419,3 @@ def test_a_class_that_is_not_found_is_named(
     with pytest.raises(SystemExit, match="2"):
         main(["train", *names, "fit"])
     assert text in capsys.readouterr().err
-
-
-# --- Without the extra.
-
-
-def test_helios_itself_does_not_import_what_reads_command_lines() -> None:
-    code = "import sys, helios; helios.run; print('jsonargparse' in sys.modules)"
-    ran = start(sys.executable, "-c", code, folder=codebase.ROOT)
-    assert ran.stdout.strip() == "False", ran.stderr

@@ -53,9 +53,6 @@ class PointsModule(hld.DataModule):
         super().__init__()
         self.num_workers = num_workers
 
-    def prepare_data(self) -> None:
-        self.is_prepared = True
-
     def setup(self) -> None:
         params = hld.DataLoaderParams()
         params.batch_size = 5
@@ -251,6 +248,7 @@ def points_of(folder: Path) -> list[tuple[str, int, float]]:
     )
 
 
+@pytest.mark.shows("H45")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("unit", _UNITS)
 def test_a_script_of_helios_1_is_killed_and_resumes_bit_for_bit(unit: str, tmp_path: Path) -> None:
@@ -285,37 +283,6 @@ def test_a_script_of_helios_1_is_tested_on_its_newest_checkpoint(tmp_path: Path)
     assert model._test_scores == {"count": 7}
 
 
-@pytest.mark.shows("H18", "U10")
-def test_a_checkpoint_has_the_published_keys_and_loads_safely(tmp_path: Path) -> None:
-    make_trainer(tmp_path, total_steps=1).fit(Classifier(), PointsModule())
-    path = hlt.find_last_checkpoint(tmp_path / "chkpt" / "classifier")
-    assert path is not None
-    saved = helios.load_checkpoint(path, safe_types=[Best])
-    assert {"training_state", "model", "rng", "version", "log_path", "run_path"} <= set(saved)
-    assert saved["version"] == helios.__version__
-    assert isinstance(saved["training_state"], hlt.TrainingState)
-    assert saved["training_state"].global_iteration == 4
-    assert set(saved["model"]) == {"net", "optimizer", "scheduler", "best"}
-    assert Path(saved["log_path"]).is_file()
-    assert Path(saved["run_path"]).is_dir()
-
-
-class Manual(hlm.Model):
-    """Backward and step in `on_training_batch_end`."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        self._net = nn.Linear(4, 3)
-        self._optimizer = torch.optim.SGD(self._net.parameters(), lr=0.1)
-
-    def train_step(self, batch: Any, state: hlt.TrainingState) -> None:
-        self._loss_items["loss"] = nn.functional.cross_entropy(self._net(batch[0]), batch[1])
-
-    def on_training_batch_end(self, state: hlt.TrainingState, should_log: bool = False) -> None:
-        self._loss_items["loss"].backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-
 PUBLISHED = """run_name='' train_unit=<TrainingUnit.EPOCH: 1> total_steps=0.0 valid_frequency='auto'
 chkpt_frequency='auto' print_frequency='auto' accumulation_steps=1 enable_cudnn_benchmark=False
 enable_deterministic=False early_stop_cycles=None use_cpu=None gpus=None random_seed=None
@@ -330,32 +297,3 @@ def test_the_arguments_of_a_trainer_keep_order_and_defaults() -> None:
     by_position = [each for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
     shown = " ".join(f"{each.name}={each.default!r}" for each in by_position)
     assert shown == " ".join(PUBLISHED.split("\n"))
-
-
-@pytest.mark.shows("H65", "C9")
-def test_a_trainer_shows_what_it_works_on() -> None:
-    """No queue in one process."""
-    seen: list[Any] = []
-
-    class Model(Manual):
-        def setup(self, fast_init: bool = False) -> None:
-            super().setup(fast_init)
-            seen.append((self.trainer, self.trainer.datamodule.trainer, self.device, self.rank))
-            seen.append((self.is_distributed, torch.device(self.map_loc)))
-
-    trainer = hlt.Trainer(total_steps=1, use_cpu=True, print_banner=False)
-    assert (trainer.model, trainer.datamodule, trainer.plugins, trainer.queue) == (
-        None,
-        None,
-        {},
-        None,
-    )
-    model, data = Model("manual"), PointsModule()
-    assert trainer.fit(model, data) is True
-    assert (trainer.model, trainer.datamodule) == (model, data)
-    assert (trainer.rank, trainer.local_rank, trainer.gpu_ids, trainer.exit_code) == (0, 0, [], 0)
-    cpu = torch.device("cpu")
-    assert seen == [(trainer, trainer, cpu, 0), (False, cpu)]
-    assert isinstance(data.train_dataset, Points)
-    assert isinstance(data.valid_dataset, Points)
-    assert data.is_prepared

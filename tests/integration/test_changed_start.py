@@ -5,10 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import linecache
-import os
-import runpy
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,6 @@ from torch.optim import lr_scheduler
 import helios
 from helios.errors import RunMismatchError
 from tests.integration.test_declared_params import Data
-from tests.support.scripts import call
 
 
 @dataclasses.dataclass
@@ -179,18 +174,6 @@ class Rated(Model):
         self.lr = lr
 
 
-def test_an_argument_and_the_setting_that_follows_from_it_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(tmp_path, 1, Rated(0.003), Folder("a"))
-    fit(tmp_path, 2, Rated(0.001), Folder("b", num_workers=2))
-    assert said(capsys) == [
-        "optimizer.lr, model.lr: 0.003 -> 0.001 in setup(); the run keeps 0.003 "
-        '(allow_changes=("optimizer",) takes the new one)',
-        "data.root: 'a' -> 'b'",
-    ]
-
-
 def test_what_training_has_changed_is_no_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,7 +253,6 @@ EDITS: list[tuple[str, str, list[str]]] = [
     ("{1, 2}", "{1, 3}", [STEP]),
     ("{1, 2}", "{2, 1}", []),
     ("@scaled(0.5)", "@scaled(0.25)", [STEP]),
-    ("* factor", "/ factor", [STEP]),
     ("    def test_step", _NEW, ["Net.on_fit_end() has other code"]),
     ('{"error": (1.0, 1)}', '{"error": (2.0, 1)}', []),
     ("state):", 'state):\n        """A step."""', []),
@@ -301,38 +283,3 @@ def test_an_edited_method_is_named(
         edited(total, tmp_path)
         assert said(capsys) == lines
         lines = []
-
-
-def test_a_finished_run_warns_of_code_in_a_script_and_refuses_it_in_a_notebook(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_cell(SCRIPT, 1)["main"](2, tmp_path)
-    edited = run_cell(SCRIPT.replace("{1, 2}", "{1, 3}"), 2)["main"]
-    edited(2, tmp_path)
-    assert said(capsys) == [STEP]
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(RunMismatchError, match=r"train_step\(\).*in an edited cell"):
-        edited(2, tmp_path)
-    edited(3, tmp_path)
-    assert said(capsys) == [f"{STEP}, in an edited cell"]
-
-
-def _start_script() -> None:
-    path = Path(sys.argv[1])
-    os.chdir(path.parent)
-    runpy.run_path(str(path), run_name="__main__")
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-def test_a_script_that_was_killed_and_edited_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    end = "if __name__ == '__main__':\n    main(6, 'runs', num_replicas=2)\n"
-    path.write_text(f"{SCRIPT}\n{end}")
-    assert call(_start_script, path, "kill").returncode == -signal.SIGKILL
-    killed_again = call(_start_script, path, "kill")
-    assert STEP not in killed_again.stderr
-    path.write_text(path.read_text().replace("{1, 2}", "{1, 3}").replace("lr=0.01", "lr=0.02"))
-    done = call(_start_script, path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count(STEP) == 1
-    assert done.stderr.count("optimizer.lr: 0.01 -> 0.02 in setup()") == 1

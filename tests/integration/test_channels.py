@@ -23,9 +23,6 @@ from helios.plugins.channels import HookContext, PipelineHooks
 from helios.state import Phase
 from tests.support.models import OneLayer, forward
 from tests.support.quiet import Quiet
-from tests.support.runs import (
-    RETURNS,
-)
 
 _SHORT = {
     "on_model_forward": "forward",
@@ -103,7 +100,6 @@ def noting(log: list[str], name: str = "", plug_id: str = "notes") -> PipelineHo
 def make_trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
     """Return a trainer on the CPU."""
     given = {"train_unit": "iteration", "total_steps": 4, "use_cpu": True, "print_banner": False}
-    given["signals"] = RETURNS
     return helios.Trainer(**{**given, **options}, plugins=list(plugins))
 
 
@@ -120,8 +116,6 @@ LAST = batch(scope("update"))
 STEP = scope("step", LAST)
 VALID = scope("v:batch", scope("v:forward"))
 
-
-# Order and nesting
 
 _FITS = {
     "by steps": (
@@ -150,7 +144,6 @@ _FITS = {
 @pytest.mark.shows("K22", "R1", "R2", "R3", "R4", "R5", "R6", "R9", "R27", "C10")
 @pytest.mark.parametrize("name", _FITS)
 def test_channels_nest_in_a_training(name: str) -> None:
-    """R1, R2, R4, R5, R6, R9, C10: validations have no backward, and lie in the epoch."""
     options, data, expected = _FITS[name]
     log: list[str] = []
     make_trainer(noting(log), **options).fit(Linear(), data)
@@ -160,7 +153,6 @@ def test_channels_nest_in_a_training(name: str) -> None:
 @pytest.mark.shows("R1", "R6")
 @pytest.mark.parametrize(("call", "mark"), [("validate", "v:"), ("test", "t:"), ("predict", "p:")])
 def test_channels_nest_in_an_evaluation(call: str, mark: str) -> None:
-    """R4, R6: each is a run of its own, without epochs and steps."""
     log: list[str] = []
     getattr(make_trainer(noting(log)), call)(Linear(), Numbers(1, 2), checkpoint=None)
     one = scope(f"{mark}batch", scope(f"{mark}forward"))
@@ -169,7 +161,6 @@ def test_channels_nest_in_an_evaluation(call: str, mark: str) -> None:
 
 @pytest.mark.shows("R13", "C11")
 def test_two_sets_take_turns() -> None:
-    """R13, C11: in the order in which they were registered, at both ends."""
     log: list[str] = []
     hooks = [noting(log, "1", "first"), noting(log, "2", "second")]
     make_trainer(*hooks, total_steps=1).fit(Linear(), Numbers(1))
@@ -182,8 +173,6 @@ def test_two_sets_take_turns() -> None:
     assert log[:8] == both
     assert log[-8:] == [f"{name}{n})" for name in ("batch", "step", "epoch", "loop") for n in "12"]
 
-
-# Errors
 
 _OUTER = {
     "on_loop": (),
@@ -209,11 +198,10 @@ def _left(channel: str, names: str = "ab", error: str = " wrong") -> list[str]:
     return [f"{short(channel)}{name}){error}" for name in names]
 
 
-@pytest.mark.shows("R12", "R14", "R16")
+@pytest.mark.shows("K34", "R12", "R14", "R16")
 @pytest.mark.parametrize("channel", _OUTER)
 @pytest.mark.parametrize("where", ["enter", "body", "exit"])
 def test_what_was_begun_is_left_once_after_an_error(channel: str, where: str) -> None:
-    """R12, R14, R15, R16: innermost scope first; the error leaves fit unchanged."""
     log: list[str] = []
     hooks = PipelineHooks()
     for each in CHANNELS:
@@ -245,63 +233,6 @@ def test_what_was_begun_is_left_once_after_an_error(channel: str, where: str) ->
     assert sorted(entry[:-1] for entry in begun) == sorted(entry.split(")")[0] for entry in left)
 
 
-# Interruptions and restarts
-
-
-def _interrupt_at(iteration: int) -> PipelineHooks:
-    hooks = PipelineHooks("interrupter")
-
-    def act(ctx: Context) -> None:
-        if ctx.phase is Phase.TRAINING and ctx.global_micro_step_id == iteration:
-            ctx.interrupt("asked by a hook")
-
-    hooks.register("on_batch", HookContext.from_callable(after=act))
-    return hooks
-
-
-def _resumed(log: list[str]) -> PipelineHooks:
-    """Return a set that notes what it says about a restart, and that the model is there."""
-    hooks = PipelineHooks("resumed")
-
-    def note(mark: str) -> Callable[[Context], None]:
-        def act(ctx: Context) -> None:
-            assert isinstance(ctx.model, Linear)
-            assert ctx.exception is None
-            place = f"{ctx.epoch_id}/{ctx.start_epoch}/{ctx.start_step}"
-            log.append(f"{mark} {place}{' resumed' if ctx.resumed else ''}")
-
-        return act
-
-    for channel in ("on_loop", "on_epoch", "on_step"):
-        name = short(channel)
-        hooks.register(channel, HookContext.from_callable(note(f"{name}("), note(f"{name})")))
-    return hooks
-
-
-@pytest.mark.shows("R44")
-def test_an_interruption_leaves_all_scopes_and_a_restart_enters_them_again(tmp_path: Path) -> None:
-    """on_loop and the epoch under way say that they were resumed."""
-    options = {"train_unit": "epoch", "total_steps": 2}
-    options |= {"chkpt_root": tmp_path, "chkpt_frequency": 100}
-    log: list[str] = []
-    trainer = make_trainer(_interrupt_at(1), _resumed(log), **options)
-    assert trainer.fit(Linear(), Numbers(3)) is False
-    step = ["step( 0/0/0", "step) 0/0/0"]
-    assert log == ["loop( 0/0/0", "epoch( 0/0/0", *step * 2, "epoch) 0/0/0", "loop) 0/0/0"]
-
-    del log[:]
-    assert make_trainer(_resumed(log), **options).fit(Linear(), Numbers(3)) is True
-    first, later = ["step( 0/0/2", "step) 0/0/2"], ["step( 1/0/2", "step) 1/0/2"]
-    assert log == [
-        *("loop( 0/0/2 resumed", "epoch( 0/0/2 resumed", *first, "epoch) 0/0/2 resumed"),
-        *("epoch( 1/0/2", *later * 3, "epoch) 1/0/2"),
-        "loop) 2/0/2 resumed",
-    ]
-
-
-# Fields of the context object
-
-
 def watch(values: Callable[[Context], Any], *channels: str) -> tuple[PipelineHooks, dict[str, Any]]:
     """Return a set that notes values in channels, by ``name(`` and ``name)``."""
     hooks, seen = PipelineHooks("watch"), {}
@@ -314,6 +245,21 @@ def watch(values: Callable[[Context], Any], *channels: str) -> tuple[PipelineHoo
         name = short(channel)
         hooks.register(channel, HookContext.from_callable(note(f"{name}("), note(f"{name})")))
     return hooks, seen
+
+
+@pytest.mark.shows("R44")
+def test_a_restart_is_told_in_the_scopes_that_it_enters_again(tmp_path: Path) -> None:
+    hooks, seen = watch(
+        lambda ctx: (ctx.epoch_id, ctx.start_epoch, ctx.start_step, ctx.resumed),
+        *("on_loop", "on_epoch", "on_step"),
+    )
+    for total in (2, 5):
+        options = {"chkpt_root": tmp_path, "chkpt_frequency": 100, "total_steps": total}
+        make_trainer(hooks, **options).fit(Linear(), Numbers(3))
+    assert seen["loop("] == [(0, 0, 0, False), (0, 0, 2, True)]
+    assert seen["epoch("] == [(0, 0, 0, False), (0, 0, 2, True), (1, 0, 2, False)]
+    assert seen["step("] == seen["step)"]
+    assert [row[-1] for row in seen["step("]] == [False] * 5
 
 
 _IDS = {
@@ -343,7 +289,6 @@ _IDS = {
 @pytest.mark.shows("R3", "R9", "R23", "R25", "C13")
 @pytest.mark.parametrize("unit", _IDS)
 def test_ids_count_from_zero_and_rise_after_the_ends(unit: str) -> None:
-    """R23, R25, C13: at the ends they are those of the beginnings."""
 
     def ids(ctx: Context) -> tuple[Any, ...]:
         return (
@@ -367,42 +312,8 @@ def test_ids_count_from_zero_and_rise_after_the_ends(unit: str) -> None:
     assert seen["loop("][0][:6] == (0,) * 6
 
 
-@pytest.mark.shows("K5", "K15", "R23")
-def test_the_objects_of_the_run_are_seen() -> None:
-    """R23."""
-    model, data = Linear(), Numbers(3, 2)
-
-    def objects(ctx: Context) -> list[Any]:
-        return [
-            ctx.model is model,
-            ctx.engine.device.type,
-            ctx.optimizer is model.optimizer,
-            ctx.optimizers == {"optimizer": model.optimizer},
-            ctx.lr_scheduler is model.scheduler,
-            ctx.lr_schedulers == {"scheduler": model.scheduler},
-            (ctx.max_epoch, ctx.max_step, ctx.start_epoch, ctx.start_step),
-            (ctx.phase, len(ctx.dataloader.dataset), ctx.state.global_iteration),
-        ]
-
-    hooks, seen = watch(objects, "on_loop", "on_batch", "on_optimizer_step")
-    make_trainer(hooks, total_steps=2, valid_frequency=2).fit(model, data)
-    fixed = [True, "cpu", True, True, True, True, (None, 2, 0, 0)]
-    training = [[*fixed, (Phase.TRAINING, 3, number)] for number in (1, 2)]
-    validation = [[*fixed, (Phase.VALIDATION, 2, 2)]] * 2
-    assert seen["batch("] == seen["batch)"] == [*training, *validation]
-    assert seen["update("] == seen["update)"] == training
-    assert seen["loop)"] == [[*fixed, (Phase.TRAINING, 3, 2)]]
-    hooks, seen = watch(lambda ctx: (ctx.max_epoch, ctx.max_step), "on_loop")
-    both = helios.Trainer(
-        max_epochs=2, max_steps=3, use_cpu=True, print_banner=False, plugins=[hooks]
-    )
-    both.fit(Linear(), data)
-    assert seen["loop("] == [(2, 3)]
-
-
 @pytest.mark.shows("R31")
 def test_batch_hooks_see_the_raw_batch_and_forward_hooks_the_transformed_one() -> None:
-    """R31, in training and in evaluations."""
     processor = BatchProcessor.from_callable(forward, transforms=[torch.neg, lambda x: x * 10])
     hooks, seen = watch(lambda ctx: ctx.batch.item(), "on_batch", "on_model_forward")
     trainer, model = make_trainer(hooks, total_steps=2, valid_frequency=2), Linear(processor)
@@ -414,7 +325,7 @@ def test_batch_hooks_see_the_raw_batch_and_forward_hooks_the_transformed_one() -
 
 @pytest.mark.shows("K23", "R7", "R23", "R27")
 def test_the_end_of_forward_sees_outputs_and_loss_and_later_ends_do_too() -> None:
-    """R7, R23: the loss without its graph; neither is left over for the next batch."""
+    """The loss without its graph; neither is left over for the next batch."""
     outputs: list[Tensor] = []
 
     def step(model: helios.Model, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -443,7 +354,7 @@ def test_the_end_of_forward_sees_outputs_and_loss_and_later_ends_do_too() -> Non
 
 @pytest.mark.shows("K20", "K23", "R8", "C10")
 def test_gradients_and_weights_are_seen_where_they_belong() -> None:
-    """R8, C10: gradients from backward to the update; new weights at its end."""
+    """Gradients from backward to the update; new weights at its end."""
 
     def values(ctx: Context) -> tuple[bool, float, float]:
         weight = ctx.model.net.weight
@@ -462,7 +373,7 @@ def test_gradients_and_weights_are_seen_where_they_belong() -> None:
 @pytest.mark.shows("R26", "R36")
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_a_skipped_update_is_not_committed_and_moves_no_step(unit: str) -> None:
-    """R25, R26: step ids stay; the window begins anew; schedulers do not move."""
+    """Step ids stay; the window begins anew; schedulers do not move."""
 
     def values(ctx: Context) -> tuple[Any, ...]:
         return (
@@ -486,6 +397,3 @@ def test_a_skipped_update_is_not_committed_and_moves_no_step(unit: str) -> None:
         *((None, 0, 0, 0), (None, 0, 0, 1), (True, 1, 1, 0)),
         *((True, 1, 1, 1), (False, 1, 1, 0), (False, 1, 1, 1)),
     ]
-
-
-# The promise

@@ -71,15 +71,7 @@ def test_the_log_says_which_one_is_the_best_and_why(
     assert "equal: line_epoch_3_iter_12.pth" in said
 
 
-def test_the_log_says_that_the_precision_is_another_one(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make(root, precision="bf16").validate(Graded(), Samples())
-    assert "line_epoch_4_iter_16.pth, in bf16, but trained in fp32.\n" in capsys.readouterr().err
-    make(root).validate(Graded(), Samples())
-    assert "trained in" not in capsys.readouterr().err
-
-
+@pytest.mark.shows("H56")
 def test_an_evaluation_without_data_says_what_to_define(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,16 +94,6 @@ def test_a_mistyped_score_is_refused_with_the_names_that_there_are(
     store = CheckpointStore(keep_best=KeepBest(1, "eror", "min"))
     with pytest.raises(helios.UsageError, match=r"metric='eror'.*; there are error, quality\. "):
         fit(tmp_path, model=Logging(), store=store)
-
-
-@pytest.mark.shows("U23")
-def test_a_script_finds_the_best_file(root: Path, tmp_path: Path) -> None:
-    low, high = KeepBest(1, "quality", "min"), KeepBest(3, "quality", "max")
-    assert helios.find_best_checkpoint(root / "line", low) == file_of(root, 2)
-    assert helios.find_best_checkpoint(root / "line", high) == file_of(root, 1)
-    assert helios.find_best_checkpoint(root / "line", KeepBest(1, "other", "max")) is None
-    assert helios.find_best_checkpoint(tmp_path / "none", low) is None
-    assert helios.find_best_checkpoint(None, low) is None
 
 
 @pytest.mark.shows("U24")

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
@@ -26,23 +27,31 @@ from tests.support.runs import (
 
 
 class SampledModule(IndexModule):
-    """Training data with a sampler of the user's."""
+    """Data with a sampler of the user's, for training or for validation."""
 
-    def __init__(self, setting: Setting, make: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, setting: Setting, make: Callable[[], dict[str, Any]], *, validates: bool
+    ) -> None:
         super().__init__(setting)
-        self.make = make
+        self.make, self.validates = make, validates
 
     def setup(self) -> None:
         super().setup()
         params = helios.DataLoaderParams(
             collate_fn=noisy_collate, num_workers=self.setting.num_workers, **self.make()
         )
-        self._train_dataset = self._create_dataset(IndexData(), params)
+        dataset = self._create_dataset(IndexData(), params)
+        if self.validates:
+            self._valid_dataset = dataset
+        else:
+            self._train_dataset = dataset
 
 
-def resume(folder: Path, make: Callable[[], dict[str, Any]], **more: Any) -> list[list[int]]:
+def resume(
+    folder: Path, make: Callable[[], dict[str, Any]], *, validates: bool = False, **more: Any
+) -> list[list[int]]:
     """Restart a run from its checkpoints; returns the samples of each batch."""
-    setting = Setting(make_data=partial(SampledModule, make=make), **more)
+    setting = Setting(make_data=partial(SampledModule, make=make, validates=validates), **more)
     whole = resume_everywhere(lambda root: train(root, setting), folder)
     return [ids for ids, _ in whole.records.values()]
 
@@ -104,3 +113,32 @@ def test_a_stock_sampler_with_a_generator_of_its_own_resumes_exactly(
     more = {"num_workers": num_workers, "chkpt_frequency": 3 if num_workers else 1}
     ids = resume(tmp_path, lambda: {"batch_sampler": make()}, **more)
     assert ids[:6] != ids[6:12]
+
+
+class ByNumpy(ResumableSampler):
+    """Has the generator of NumPy in a list of an object."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=4)
+        self.parts = [{"order": np.random.default_rng(3)}]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.parts[0]["order"].permutation(NUM_SAMPLES).tolist())
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+@pytest.mark.shows("S66")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"batch_sampler": _stock_batches()},
+        lambda: {"batch_size": 4, "sampler": ByNumpy()},
+    ],
+)
+def test_a_validation_has_the_order_that_it_would_have_had(
+    make: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    """Scores depend on which samples share a batch."""
+    resume(tmp_path, make, validates=True)

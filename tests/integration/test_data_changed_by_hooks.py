@@ -78,8 +78,6 @@ class Data(helios.DataModule):
         )
         self._train_dataset = self._create_dataset(self.train, params)
         self._valid_dataset = self._create_dataset(self.valid, params)
-        self._test_dataset = self._create_dataset(self.valid, params)
-        self._predict_dataset = self._create_dataset(self.valid, params)
 
 
 class Model(helios.Model):
@@ -107,14 +105,6 @@ class Model(helios.Model):
         super().on_validation_start(validation_cycle)
         self.data.valid.change(10 + validation_cycle)
 
-    def on_testing_start(self) -> None:
-        super().on_testing_start()
-        self.data.valid.change(20)
-
-    def on_predicting_start(self) -> None:
-        super().on_predicting_start()
-        self.data.valid.change(30)
-
     def _write(self, batch: torch.Tensor, *place: Any) -> None:
         line = [*place, self.trainer._parts.runner.replica, batch.numpy().tobytes().hex()]
         with (self.folder / f"seen-{self.trainer.rank}.jsonl").open("a") as file:
@@ -128,12 +118,6 @@ class Model(helios.Model):
         run = self.trainer._parts.run
         self._write(batch, run.phase.value, run.state.global_iteration, step)
         return {"score": (batch.sum(), len(batch))}
-
-    test_step = valid_step
-
-    def predict_step(self, batch: torch.Tensor, step: int) -> torch.Tensor:
-        self.valid_step(batch, step)
-        return batch
 
 
 def make_trainer(folder: Path, setting: Setting, **options: Any) -> helios.Trainer:
@@ -179,13 +163,6 @@ def versions(folder: Path, phase: str = "train") -> list[int]:
     return [int(each[0]) for each in numbers]
 
 
-def resume(folder: Path, setting: Setting, stop: int) -> tuple[dict[tuple[Any, ...], str], bytes]:
-    """Train up to a step without workers and, with another start, to the end."""
-    train(folder, dataclasses.replace(setting, num_workers=0), total_steps=stop)
-    train(folder, setting)
-    return read(folder)
-
-
 @pytest.mark.shows("P143")
 def test_workers_get_what_the_start_of_an_epoch_and_of_a_validation_change(tmp_path: Path) -> None:
     for count in (0, 2):
@@ -193,17 +170,6 @@ def test_workers_get_what_the_start_of_an_epoch_and_of_a_validation_change(tmp_p
     assert read(tmp_path / "2") == read(tmp_path / "0")
     assert versions(tmp_path / "0") == [1, 1, 2, 2, 3]
     assert set(versions(tmp_path / "0", "validation")) == {10, 11}
-
-
-@pytest.mark.shows("P143")
-def test_a_resume_gives_the_same_samples(tmp_path: Path) -> None:
-    # At the end of an epoch, inside of one, and at the start of one.
-    stops = {"iteration": (2, 3), "epoch": (1,)}
-    for unit in stops:
-        setting = Setting(unit, num_workers=2)
-        train(tmp_path / unit, dataclasses.replace(setting, num_workers=0))
-        for stop in stops[unit]:
-            assert resume(tmp_path / f"{unit} {stop}", setting, stop) == read(tmp_path / unit)
 
 
 def _work(rank: int, folder: Path, setting: Setting) -> None:
@@ -218,19 +184,3 @@ def test_processes_and_their_workers_get_it_too(tmp_path: Path) -> None:
     train(folder, setting, total_steps=3)
     run_ranks(_work, 2, folder, dataclasses.replace(setting, num_workers=2))
     assert read(folder) == read(tmp_path / "whole")
-
-
-@pytest.mark.shows("P143")
-def test_tests_and_predictions_get_it_too(tmp_path: Path) -> None:
-    found = []
-    for count in (0, 2):
-        setting, folder = Setting(num_workers=count), tmp_path / str(count)
-        data, trainer = Data(setting), train(folder, setting, total_steps=1)
-        model = Model(data, folder)
-        trainer.validate(model, data)
-        trainer.test(model, data)
-        found.append(trainer.predict(model, data))
-        assert set(versions(folder, "testing")) == {20}
-        assert set(versions(folder, "prediction")) == {30}
-    assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))
-    assert read(tmp_path / "2") == read(tmp_path / "0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ def _last(folder: Path) -> helios.TrainingState:
 def test_accumulation_makes_steps_longer_and_leaves_epochs(
     unit: str, total: int, batches: int, tmp_path: Path
 ) -> None:
-    """H37, H38: N steps run N times the accumulation of micro-batches; by epochs, each counts."""
     setting = Setting(unit=unit, total_steps=total, accumulation=5, scheduler="none")
     assert len(train(tmp_path, setting).records) == batches
     assert _last(tmp_path).current_iteration == (4 if unit == "iteration" else batches)
@@ -47,9 +45,9 @@ def test_a_stopped_run_is_finished_until_its_total_is_raised(unit: str, tmp_path
     assert_equal(resumed, whole, since=2)
 
 
-@pytest.mark.shows("H31", "C3")
+@pytest.mark.shows("H30", "H31", "C3")
 def test_the_checkpoint_is_there_before_the_early_stop(tmp_path: Path) -> None:
-    """H31: with equal frequencies the counter is inside of the checkpoint."""
+    """With equal frequencies the counter is inside of the checkpoint."""
     setting = Setting(unit="epoch", total_steps=20, early_stop_cycles=1, valid_frequency=1)
     train(tmp_path, setting)
     assert _last(tmp_path).early_stop_count == 1
@@ -116,21 +114,6 @@ def test_an_error_is_logged_everything_torn_down_and_raised_again(
     assert "ended with an error (" in capsys.readouterr().err
     # The folder is as good as after a kill: the same command goes on.
     assert train(tmp_path, setting).has_ended
-
-
-@pytest.mark.shows("K34", "S32")
-@pytest.mark.parametrize(
-    ("error", "code"), [(KeyboardInterrupt, 130), (OnPurposeError, 1), (None, 0)]
-)
-def test_the_exit_code_tells_an_end_from_an_interruption_and_an_error(
-    error: type[BaseException] | None, code: int
-) -> None:
-    setting = Setting(validates=False)
-    plugins = [] if error is None else [RaiseIn("on_training_batch_end", error)]
-    trainer = helios.Trainer(total_steps=1, use_cpu=True, print_banner=False, plugins=plugins)
-    with contextlib.nullcontext() if error is None else pytest.raises(error):
-        trainer.fit(SmallModel(setting), IndexModule(setting))
-    assert trainer.exit_code == code
 
 
 @pytest.mark.shows("L31")

@@ -7,7 +7,7 @@ import torch
 
 import helios
 from helios.plugins import Plugin
-from tests.support.runs import EventLog, IndexModule, Setting, SmallModel
+from tests.support.runs import IndexModule, Setting, SmallModel
 
 _SETTING = Setting(total_steps=6)
 
@@ -18,7 +18,6 @@ def _trainer(*plugins: Plugin) -> helios.Trainer:
 
 @pytest.mark.shows("H55", "L33", "C18")
 def test_evaluation_mode_comes_before_the_start_event() -> None:
-    """C5; and each submodule gets its own mode back (L33)."""
     modes: list[tuple[str, bool]] = []
 
     class Watching(SmallModel):
@@ -49,15 +48,3 @@ def test_without_a_checkpoint_the_model_loads_its_own_weights() -> None:
 
     _trainer().test(Loading(_SETTING), IndexModule(_SETTING))
     assert called == [1]
-
-
-@pytest.mark.shows("H56", "K31")
-def test_no_data_is_no_error_and_no_event() -> None:
-    class Empty(IndexModule):
-        def setup(self) -> None:
-            return
-
-    log = EventLog()
-    assert _trainer(log).test(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None)
-    assert log.events == [("teardown",)]
-    assert _trainer().predict(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None) == []

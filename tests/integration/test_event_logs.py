@@ -131,7 +131,7 @@ def letters_of(event: Event) -> str:
 @pytest.mark.shows("K1", "K4", "K36", "C8")
 @pytest.mark.parametrize("name", situations())
 def test_everybody_in_an_events_row_hears_it_in_the_order_of_the_row(name: str) -> None:
-    """C8, C14; only an exception or StopIteration keeps those who come later from it."""
+    """Only an exception or StopIteration keeps those who come later from it."""
     left = "stop_iteration" in name
     for line in lines_of(name):
         if line.name in EVENTS:

@@ -78,15 +78,6 @@ def test_what_needs_a_process_for_each_replica_has_the_same_bits_after_kills(
     assert_equal(killed, read_bits(tmp_path / "whole"))
 
 
-@pytest.mark.shows("L46")
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", EXTENSIONS)
-def test_what_users_extend_has_the_same_bits_after_kills(name: str, tmp_path: Path) -> None:
-    run(tmp_path / "whole", name, 1, 1)
-    killed = run_with_kills(tmp_path / "killed", name, 1, (1, 1, 1))
-    assert_equal(killed, read_bits(tmp_path / "whole"))
-
-
 @pytest.mark.parametrize("name", _BOUND)
 def test_what_needs_a_process_for_each_replica_says_so(name: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=EXTENSIONS[name].refused):

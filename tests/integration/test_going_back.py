@@ -103,26 +103,6 @@ def test_a_run_that_went_back_stays_on_its_new_branch_over_three_kills(
     assert main(["verify", str(root)]) == 0
 
 
-@pytest.mark.shows("P52")
-def test_nothing_that_a_run_goes_back_from_is_lost(
-    spiked: tuple[Path, Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = _copy(spiked[0], tmp_path / "run")
-    found = train(root, going_back(root, 8, STEPS))
-    assert "goes back to small_epoch_2_iter_8.pth" in capsys.readouterr().err
-    assert min(found.records) == 9
-    assert found.bits() == spiked[1].bits()
-    assert_equal_ledgers(root, spiked[0])
-    (aside,) = _aside(root)
-    before = _contents(spiked[0] / "small")
-    kept = {each for each in before if "_iter_1" in each.name or each.name == "ledger.jsonl"}
-    assert len(kept) == 5
-    assert _contents(aside) == {each: before[each] for each in kept}
-    older = {each: data for each, data in before.items() if "_iter_4" in each.name}
-    assert _contents(root / "small").items() >= older.items()
-    assert main(["verify", str(aside)]) == 0
-
-
 class _Plain(Dataset):
     """Samples without augmentation."""
 

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,38 +120,6 @@ def test_after_one_that_was_swallowed_no_call_of_any_trainer_begins(
 
     assert forked(work) == 0
     assert not (tmp_path / "other").exists()
-
-
-def test_on_interrupt_return_returns_false_and_lets_other_calls_begin(tmp_path: Path) -> None:
-    def work() -> None:
-        returns = helios.Signals(on_interrupt="return")
-        trainer = make(tmp_path, Sends(STEP), signals=returns)
-        assert fit(trainer) is False
-        assert trainer.exit_code == 75
-        assert fit(make(tmp_path))
-        with pytest.raises(helios.Interrupted):
-            fit(make(None, Sends(STEP)))
-        assert fit(make(None, signals=returns))
-
-    assert forked(work) == 0
-
-
-def test_in_an_interactive_session_it_is_a_keyboard_interrupt_and_the_next_call_begins(
-    tmp_path: Path,
-) -> None:
-    def work() -> None:
-        sys.ps1 = ">>> "
-        plugin = Sends(STEP, INT)
-        trainer = make(tmp_path, plugin)
-        with pytest.raises(KeyboardInterrupt, match="SIGINT"):
-            fit(trainer)
-        assert (trainer.exit_code, plugin.heard[-2:]) == (75, ["on_fit_end", "teardown"])
-        assert fit(make(tmp_path))
-        with pytest.raises(KeyboardInterrupt):
-            _test(make(tmp_path, Sends("on_testing_batch_end", INT, at=1)))
-        assert _test(make(tmp_path))
-
-    assert forked(work) == 0
 
 
 @pytest.mark.parametrize(

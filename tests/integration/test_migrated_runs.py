@@ -15,8 +15,8 @@ from helios.checkpoint import loading
 from helios.errors import IncompatibleCheckpointError
 from helios.migration.folder_migration import Result, migrate_checkpoints
 from helios.state import TrainingState
-from tests.support import kills, runs
 from tests.support import old_files as old
+from tests.support import runs
 
 MID = "1.1.0/linear_epoch_2_iter_8.pth"
 RICH = "1.4.1/linear_epoch_4_iter_8.pth"
@@ -95,25 +95,6 @@ def test_every_release_goes_on_with_its_bits_and_is_exact_from_there(
     assert runs.digest(ends[0]["model"]) == runs.digest(ends[1]["model"])
     assert ends[0]["cursor"] == ends[1]["cursor"]
     assert "migrated_from" not in ends[0]
-
-
-@pytest.mark.shows("S39")
-def test_a_migrated_run_that_is_killed_goes_on_with_equal_bits(tmp_path: Path) -> None:
-    migrated(tmp_path / "whole", MID)
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    whole = start(tmp_path / "whole", MID)
-
-    def train_and_die() -> Any:
-        model = Kept(old.names_for(MID))
-        model.before_end = lambda state: kills.kill_self() if state.global_iteration == 11 else None
-        old.make_trainer(tmp_path / "cut", "iteration", 14).fit(model, old.Data())
-
-    assert kills.run_in_child(train_and_die, tmp_path / "result") == -9
-    second = start(tmp_path / "cut", MID)
-    assert second.records == {k: v for k, v in whole.records.items() if k in second.records}
-    assert min(second.records) <= 11
-    ends = [newest(tmp_path / place)["model"] for place in ("whole", "cut")]
-    assert runs.digest(ends[0]) == runs.digest(ends[1])
 
 
 @pytest.mark.shows("S26")

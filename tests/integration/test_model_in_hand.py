@@ -18,11 +18,8 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios import DataLoaderParams, Trainer
-from helios.engines.engine import Engine
-from helios.errors import CheckpointError
 from helios.plugins import EMA, SWA, Plugin
-from helios.start import launch
-from tests.support.ranks import run_ranks, spawn_from_server
+from tests.support.ranks import run_ranks
 from tests.support.runs import RETURNS
 
 EPOCHS = 3
@@ -205,24 +202,6 @@ def change_by_hand(model: Net) -> None:
 
 
 @pytest.mark.shows("P132")
-def test_after_an_error_in_fit_a_checkpoint_is_loaded(tmp_path: Path) -> None:
-    trainer, model = make(tmp_path), Net()
-    assert trainer.fit(model, Data())
-    model.fails = True
-    longer = make(tmp_path, total_steps=EPOCHS + 1)
-    with pytest.raises(ValueError, match="a mistake"):
-        longer.fit(model, Data())
-    change_by_hand(model)
-    longer.test(model, Data())
-    assert weights_of(model) == stored(tmp_path)
-    nowhere = make(None)
-    with pytest.raises(ValueError, match="a mistake"):
-        nowhere.fit(model, Data())
-    with pytest.raises(CheckpointError, match="this trainer has not trained"):
-        nowhere.test(model, Data())
-
-
-@pytest.mark.shows("P132")
 def test_an_evaluation_of_another_checkpoint_ends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,14 +214,6 @@ def test_an_evaluation_of_another_checkpoint_ends_it(
     assert capsys.readouterr().err.count("Testing of net_epoch_1_iter_4.pth.\n") == 2
     trainer.test(model, data)
     assert weights_of(model) == stored(tmp_path)
-    loose = make(None)
-    assert loose.fit(model, data)
-    loose.test(model, data, checkpoint=path)
-    capsys.readouterr()
-    loose.test(model, data)
-    assert weights_of(model) == stored(tmp_path, 1)
-    said = "the model as it is now, because there is no checkpoint, and another call has set"
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.shows("P132")
@@ -288,51 +259,3 @@ def _test_changed(rank: int, root: Path, **options: Any) -> tuple[bool, bool]:
 def test_models_of_ended_process_groups_load(tmp_path: Path) -> None:
     """Else a change on one rank alone would be a part of the scores of all."""
     assert run_ranks(_test_changed, 2, tmp_path) == [(True, True)] * 2
-
-
-class Shuffled(Data):
-    def setup(self) -> None:
-        super().setup()
-        data = TensorDataset(self.x, self.x.sum(dim=1, keepdim=True))
-        params = DataLoaderParams(batch_size=5, shuffle=True)
-        self._valid_dataset = self._test_dataset = self._create_dataset(data, params)
-        self._predict_dataset = self._valid_dataset
-
-
-class Ordered(Net):
-    """Its score depends on which rows share a batch."""
-
-    def test_step(self, batch: Any, step: int) -> dict[str, tuple[Any, int]]:
-        return {"error": (self.net(batch[0]).double().sum().square(), len(batch[0]))}
-
-
-def _evaluate_shuffled(rank: int, root: Path, **options: Any) -> list[Any]:
-    """Fit without a checkpoint folder, evaluate twice, and return scores and rows of outputs."""
-    # Only one of several processes has the files of the event logs.
-    options = {"num_replicas": 2, "enable_tensorboard": True, "run_path": root} | options
-    trainer, model, data = make(None, **options), Ordered(), Shuffled()
-    assert trainer.fit(model, data)
-    found: list[Any] = []
-    for _ in range(2):
-        trainer.validate(model, data)
-        trainer.test(model, data)
-        found += [model.metrics["error"], model.test_scores["error"]]
-    return found
-
-
-@pytest.mark.shows("P132")
-def test_shuffled_data_has_one_order_on_any_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where no checkpoint has the counters that an order is drawn from."""
-    expected = _evaluate_shuffled(0, tmp_path / "alone")
-    assert len(set(expected)) == 2
-    assert run_ranks(_evaluate_shuffled, 2, tmp_path / "together") == [expected] * 2
-    monkeypatch.setattr(launch, "spawn", spawn_from_server)
-    assert _evaluate_shuffled(0, tmp_path / "spawned", nproc=2) == expected
-
-
-def test_spawned_ranks_train_with_an_engine_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "spawn", spawn_from_server)
-    trainer = Trainer(total_steps=1, num_replicas=2, nproc=2, engine=Engine("cpu"))
-    assert trainer.fit(Net(), Data())

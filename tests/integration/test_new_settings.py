@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 import helios
 from helios.errors import RunMismatchError
 from tests.integration.test_declared_params import Data
+from tests.typed.user_script import Line, Numbers
 
 Pair = tuple[torch.optim.Optimizer, list[Any]]
 Build = Callable[[nn.Sequential], Pair]
@@ -244,11 +245,6 @@ def _require_fresh(
     assert found == {step: reference[step] for step in range(_CHANGED_AFTER + 1, _END + 1)}
 
 
-def _compare(root: Path, old: Build, new: Build, intervals: dict[str, str], **more: Any) -> None:
-    seen = _take(root, {"it": (old, new)}, intervals, **more)
-    _require_fresh(seen, "it", new, intervals)
-
-
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """All cases, in one run, which steps its optimizers itself because there are several."""
@@ -269,36 +265,13 @@ def test_every_scheduler_of_torch_is_among_them() -> None:
     assert kinds - {"LRScheduler", "_LRScheduler"} - CASES.keys() == set()
 
 
-def test_schedulers_that_step_by_epoch_take_settings(tmp_path: Path) -> None:
-    _compare(tmp_path, *CASES["two"], {"schedulers.it.0": "epoch", "schedulers.it.1": "epoch"})
-
-
 def test_a_setting_whose_state_the_run_lacks_is_an_error(tmp_path: Path) -> None:
     kind = torch.optim.AdamW
     with pytest.raises(RunMismatchError, match="no state for amsgrad"):
         _take(tmp_path, {"it": (make(kind=kind), make(kind=kind, amsgrad=True))}, {})
 
 
-class Counting(torch.optim.SGD):
-    """Keeps a count in its groups, as some optimizers do."""
-
-    def __init__(self, params: Any, lr: float, first: int = 0) -> None:
-        super().__init__(params, lr=lr)
-        self.defaults["count"] = first
-        for group in self.param_groups:
-            group["count"] = first
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["count"] += 1
-        return super().step(closure)
-
-
-def test_what_an_optimizer_counts_in_its_groups_is_kept(tmp_path: Path) -> None:
-    _compare(tmp_path, make(kind=Counting), make(kind=Counting, lr=0.3), {})
-
-
-class Plateau(helios.Model):
+class Plateau(Line):
     scheduler_interval: ClassVar[dict[str, str]] = {"scheduler": "validation:error"}
 
     def __init__(self, lr: float) -> None:
@@ -306,30 +279,16 @@ class Plateau(helios.Model):
         self.lr, self.seen = lr, None
 
     def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Linear(1, 1)
+        super().setup(fast_init)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=self.lr)
         self.scheduler = lr_scheduler.ReduceLROnPlateau(self.optimizer)
-
-    def train_step(self, batch: torch.Tensor, state: helios.TrainingState) -> torch.Tensor:
-        return self.net(batch.unsqueeze(1).float()).square().mean()
-
-    def valid_step(self, batch: Any, step: int) -> Any:
-        return {"error": (torch.tensor(1.0), 1)}
-
-
-class Validated(Data):
-    def setup(self) -> None:
-        super().setup()
-        self._valid_dataset = self._create_dataset(
-            list(torch.linspace(-1, 1, 4)), helios.DataLoaderParams(batch_size=4)
-        )
 
 
 def test_a_scheduler_that_follows_scores_is_an_error(tmp_path: Path) -> None:
     options: dict[str, Any] = {"valid_frequency": 1, "chkpt_frequency": 1}
-    _fit(tmp_path, 3, Plateau(0.1), Validated(), **options)
+    _fit(tmp_path, 3, Plateau(0.1), Numbers(), **options)
     options |= {"allow_changes": ("optimizer",)}
     with pytest.raises(
         RunMismatchError, match=r"unknown when model\.scheduler .*on_training_resume"
     ):
-        _fit(tmp_path, 6, Plateau(0.3), Validated(), **options)
+        _fit(tmp_path, 6, Plateau(0.3), Numbers(), **options)

@@ -8,7 +8,6 @@ That no number depends on kills, workers and processes is shown with all other g
 from __future__ import annotations
 
 import struct
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 import helios
-from tests.data.datasets import join
-from tests.support.kills import KillAt, run_in_child
 
 SEED = 31
 LENGTH = 6
@@ -170,56 +167,6 @@ def test_validations_have_no_influence_on_what_training_draws() -> None:
     without = fit(data=DrawingData(validates=False), valid_frequency=None)
     assert {key: with_validations[key] for key in without} == without
     assert len(with_validations) > len(without)
-
-
-class ShuffledByNumpy(Sampler):
-    """A batch sampler as people write it, with NumPy's global generator."""
-
-    def __iter__(self) -> Any:
-        order = np.random.permutation(LENGTH).tolist()
-        for first in range(0, LENGTH, BATCH_SIZE):
-            yield order[first : first + BATCH_SIZE]
-
-    def __len__(self) -> int:
-        return LENGTH // BATCH_SIZE
-
-
-class Numbers(Drawing):
-    """Each sample is its index, and what it draws."""
-
-    def __getitem__(self, index: int) -> Any:
-        return index, super().__getitem__(index)
-
-
-def as_list(samples: list[Any]) -> list[Any]:
-    return [number for sample in samples for number in sample]
-
-
-class NumberData(DrawingData):
-    """The order of the samples follows from NumPy's global generator."""
-
-    def setup(self) -> None:
-        params = helios.DataLoaderParams(
-            num_workers=self.num_workers, collate_fn=as_list, batch_sampler=ShuffledByNumpy()
-        )
-        self._train_dataset = self._create_dataset(Numbers(), params)
-
-
-@pytest.mark.shows("P128")
-def test_a_kill_costs_no_number(tmp_path: Path) -> None:
-    options = {"valid_frequency": None}
-    whole = fit(data=NumberData(), **options)
-    folder = tmp_path / "run"
-    kill = KillAt("on_training_batch_end", 3)
-    work = partial(fit, folder, NumberData(), **options, plugins=[kill])
-    assert run_in_child(work, tmp_path / "x") == -9
-    np.random.seed(99)  # what the script draws has no influence
-    resumed = fit(folder, NumberData(num_workers=2), **options)
-    assert {key: whole[key] for key in resumed} == resumed
-    assert ("step", 7, 0) in resumed
-    assert ("step", 1, 0) not in resumed
-    orders = [whole["fetched", number, 0][::2] for number in (1, 2, 3)]
-    assert sorted(join(orders)) == list(range(LENGTH))
 
 
 @pytest.mark.shows("H3", "P128")

@@ -10,7 +10,8 @@ import pytest
 
 import helios
 from helios.errors import RunMismatchError
-from helios.state import TrainingState
+from helios.plugins import Plugin
+from tests.support.quiet import Quiet
 from tests.support.runs import IndexData, IndexModule, Setting, SmallModel, noisy_collate
 
 _LENGTH = 24
@@ -30,47 +31,22 @@ class MarkedData(IndexData):
         self.fingerprint = fingerprint
 
 
-class Growing(IndexModule):
-    """Data that gets four samples more at the end of each epoch."""
+class Given(IndexModule):
+    """Trains on a data set that a test has made."""
 
-    def __init__(self, setting: Setting, dataset: Any = None) -> None:
-        super().__init__(setting)
-        self.dataset = IndexData(_LENGTH) if dataset is None else dataset
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(_SETTING)
+        self.dataset = dataset
 
     def setup(self) -> None:
-        params = helios.DataLoaderParams(
-            batch_size=4, shuffle=self.setting.shuffle, collate_fn=noisy_collate
-        )
+        params = helios.DataLoaderParams(batch_size=4, shuffle=True, collate_fn=noisy_collate)
         self._train_dataset = self._create_dataset(self.dataset, params)
 
 
-class GrowingModel(SmallModel):
-    def __init__(self, setting: Setting, data: Growing, *, grows: bool, regrows: bool) -> None:
-        super().__init__(setting)
-        self.data, self.grows, self.regrows = data, grows, regrows
-
-    unsaved = (*SmallModel.unsaved, "data", "grows", "regrows")
-
-    def on_training_epoch_end(self, current_epoch: int) -> None:
-        if self.grows:
-            self.data.dataset.length = _LENGTH + 4 * current_epoch
-
-    def on_training_resume(self, state: TrainingState) -> None:
-        if self.regrows:
-            self.data.dataset.length = _LENGTH + 4 * (state.global_epoch - 1)
-
-
 def _fit(
-    folder: Path,
-    setting: Setting = _SETTING,
-    dataset: Any = None,
-    *,
-    grows: bool = False,
-    regrows: bool = False,
-    **options: Any,
+    folder: Path, setting: Setting = _SETTING, dataset: Any = None, *plugins: Plugin, **options: Any
 ) -> SmallModel:
-    data = Growing(setting, dataset)
-    model = GrowingModel(setting, data, grows=grows, regrows=regrows)
+    model, data = SmallModel(setting), Given(dataset or IndexData(_LENGTH))
     trainer = helios.Trainer(
         train_unit=setting.unit,
         total_steps=setting.total_steps,
@@ -79,6 +55,7 @@ def _fit(
         use_cpu=True,
         print_banner=False,
         random_seed=5,
+        plugins=plugins,
         **options,
     )
     assert trainer.fit(model, data)
@@ -122,22 +99,22 @@ def test_another_fingerprint_warns_and_goes_on(
     assert "'abc' -> 'xyz'" in newest.with_suffix(".json").read_text()
 
 
+class Growing(Quiet):
+    """Adds four samples at the end of each epoch."""
+
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        self.trainer.datamodule.dataset.length = _LENGTH + 4 * current_epoch
+
+
 @pytest.mark.shows("S60")
-@pytest.mark.parametrize(("unit", "num_replicas"), [("iteration", 1), ("epoch", 2)])
+@pytest.mark.parametrize(("unit", "total"), [("iteration", 21), ("epoch", 3)])
 def test_a_data_set_that_grows_is_counted_anew_each_epoch(
-    unit: str, num_replicas: int, tmp_path: Path
+    unit: str, total: int, tmp_path: Path
 ) -> None:
-    steps = 21 if num_replicas == 1 else 11
-    setting = Setting(unit=unit, total_steps=3 if unit == "epoch" else steps)
-    whole = _fit(tmp_path, setting, grows=True, num_replicas=num_replicas)
-    # Of 24, 28 and 32 samples; what is recorded are those of the last replica.
-    lengths = [6, 7, 8] if num_replicas == 1 else [3, 4, 4]
-    batches = [ids for _, (ids, _) in sorted(whole.records.items())]
-    assert len(batches) == sum(lengths)
-    for number, count in enumerate(lengths):
-        start = sum(lengths[:number])
-        epoch = sorted(i for ids in batches[start : start + count] for i in ids)
-        samples = _LENGTH + 4 * number
-        assert len(set(epoch)) == len(epoch) == samples // num_replicas
-        assert max(epoch) < samples
-        assert number == 0 or max(epoch) >= _LENGTH
+    setting = Setting(unit=unit, total_steps=total)
+    whole = _fit(tmp_path, setting, IndexData(_LENGTH), Growing())
+    samples = [i for _, (ids, _) in sorted(whole.records.items()) for i in ids]
+    for length in (24, 28, 32):
+        assert sorted(samples[:length]) == list(range(length))
+        del samples[:length]
+    assert samples == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,20 @@ from torch import nn
 
 import helios
 from helios.core import rng
-from helios.data.samplers import ResumableSampler
 from helios.errors import RunMismatchError
 from helios.plugins import Plugin
 from helios.state import Phase, TrainingState
-from helios.terminal.root_logger import get_tensorboard_writer
 from tests.loops.recorded import record
 from tests.support.quiet import Quiet
 from tests.support.resume import copy_checkpoint, resume_everywhere
 from tests.support.runs import (
-    IndexData,
+    EventLog,
     IndexModule,
     Outcome,
     Setting,
     SmallModel,
+    comparable_state,
     digest,
-    noisy_collate,
     train,
 )
 
@@ -41,40 +38,21 @@ def _trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
     return helios.Trainer(use_cpu=True, print_banner=False, plugins=plugins, **options)
 
 
-# --- limits --------------------------------------------------------------------------------------
-
-
-class Heard(Quiet):
-    """Notes the batches of evaluations."""
-
-    def __init__(self) -> None:
-        super().__init__("heard")
-        self.heard: list[tuple[str, int]] = []
-
-    unsaved = ("heard",)
-
-    def on_validation_batch_end(self, step: int) -> None:
-        self.heard.append(("valid", step))
-
-    def on_testing_batch_end(self, step: int) -> None:
-        self.heard.append(("test", step))
-
-    def on_predicting_batch_end(self, step: int, prediction: Any) -> None:
-        self.heard.append(("predict", step))
-
-
 def test_evaluations_are_limited_too() -> None:
-    heard = Heard()
+    log = EventLog()
     limits = {Phase.VALIDATION: 1, Phase.TESTING: 2, Phase.PREDICTION: 1}
-    trainer = _trainer(
-        heard, train_unit="iteration", total_steps=2, valid_frequency=2, batch_limits=limits
-    )
+    options = {"total_steps": 2, "valid_frequency": 2, "batch_limits": limits}
+    trainer = _trainer(log, train_unit="iteration", **options)
     model, data = SmallModel(_SETTING), IndexModule(_SETTING)
     trainer.fit(model, data)
     trainer.validate(model, data)
     trainer.test(model, data)
     assert len(trainer.predict(model, data)) == 1
-    assert heard.heard == [("valid", 0), ("valid", 0), ("test", 0), ("test", 1), ("predict", 0)]
+    ends = [name for name, *_ in log.events if name.endswith("ing_batch_end")]
+    assert ends == ["on_training_batch_end"] * 2 + ["on_testing_batch_end"] * 2 + [
+        "on_predicting_batch_end"
+    ]
+    assert [name for name, *_ in log.events].count("on_validation_batch_end") == 2
 
 
 @pytest.mark.parametrize(
@@ -93,10 +71,7 @@ def test_a_limited_run_resumes_exactly_everywhere(setting: Setting, tmp_path: Pa
     assert whole.cursor.epoch >= 2
 
 
-_CHANGES = [
-    (4, 2, 3),
-    (None, 3, 5),
-]
+_CHANGES = [(4, 2, 3), (None, 3, 5)]
 
 
 @pytest.mark.parametrize(("before", "after", "done"), _CHANGES)
@@ -123,76 +98,20 @@ def test_a_changed_limit_stops_a_resume_and_the_epoch_goes_on_where_it_stood_if_
     ]
 
 
-# --- the trial validation ------------------------------------------------------------------------
-
-
 class Meter:
     """An average without a state_dict."""
 
     def __init__(self) -> None:
-        self.total, self.count = 0.0, 0
-        self.seen: list[float] = []
-
-    def update(self, value: float) -> None:
-        self.total += value
-        self.count += 1
-        self.seen.append(value)
+        self.total = 0.0
 
 
-class Slotted:
-    __slots__ = ("count", "gone", "late")
-
-    def __init__(self) -> None:
-        self.count, self.gone = 0, 1
-
-
-@dataclasses.dataclass
-class Kinds:
-    """Values of further types, and two tensors that share memory."""
-
-    members: set[int]
-    recent: deque[int]
-    array: Any
-    random: random.Random
-    whole: torch.Tensor
-    part: torch.Tensor
-    slotted: Slotted = dataclasses.field(default_factory=Slotted)
-
-    def change(self) -> None:
-        self.members.add(len(self.members) + 1)
-        self.recent.extend((2, 3))
-        self.array += 1
-        self.whole += 1
-        self.part = torch.ones(2)
-        self.slotted.count += 1
-        self.slotted.late = 2
-        if hasattr(self.slotted, "gone"):
-            del self.slotted.gone
-
-    def draw(self) -> float:
-        """Return a number that depends on all of them, and write through the shared memory."""
-        self.part += 1
-        numbers = [sum(self.members), sum(self.recent), self.array.sum(), self.random.random()]
-        held = [hasattr(self.slotted, name) for name in Slotted.__slots__]
-        return float(sum(numbers) + self.whole.sum() + self.slotted.count + 2 * sum(held)) / 100
-
-
-class Plain(SmallModel):
-    """A model that is content with any scores."""
-
-    def have_metrics_improved(self) -> bool:
-        self.seen.append(sum(self.metrics.values()))
-        return self.seen[-1] <= min(self.seen)
-
-
-class Nasty(Plain):
+class Nasty(SmallModel):
     """Validation changes whatever it can reach, and the training computes with all of it."""
 
-    unsaved = ("records", "setting", "alias", "noise", "kinds")
+    unsaved = ("records", "setting", "alias", "noise")
 
     def setup(self, fast_init: bool = False) -> None:
         super().setup(fast_init)
-        self.counts = {"starts": 0, "steps": 0}
         self.history: list[Any] = []
         self.alias = self.history
         self.total, self.gone = 0, 1.0
@@ -201,32 +120,22 @@ class Nasty(Plain):
         self.tracker = nn.BatchNorm1d(2)
         self.tracker.register_buffer("hidden", torch.zeros(2), persistent=False)
         self.noise = torch.Generator().manual_seed(1)
-        whole = torch.arange(6.0)
-        self.kinds = Kinds(
-            {1, 2}, deque([1], maxlen=2), np.arange(3.0), random.Random(1), whole, whole[2:4]
-        )
 
     def on_validation_start(self, validation_cycle: int) -> None:
         super().on_validation_start(validation_cycle)
-        self.counts["starts"] += 1
-        self.counts[f"cycle {validation_cycle}"] = len(self.history)
         self.fresh = [len(self.history)]
         vars(self).pop("gone", None)
         self.total += 1
-        self._val_scores["starts"] = self.total
 
     def valid_step(self, batch: Any, step: int) -> Any:
-        self.counts["steps"] += 1
         self.history.append({"ids": batch[0].tolist()})
         self.sums[1:] += float(batch[1].sum())
-        self.meter.update(float(torch.rand(1, generator=self.noise)))
-        self.tracker.num_batches_tracked += 1
+        self.meter.total += float(torch.rand(1, generator=self.noise))
         self.tracker.hidden += 1
         with torch.no_grad():
             self.net[4].bias.add_(0.01)
             self.average.update()
         self.optimizer.param_groups[0]["lr"] *= 0.9
-        self.kinds.change()
         torch.rand(1), random.random(), np.random.rand()
         rng.get_default_numpy_rng().generator.random()
         return super().valid_step(batch, step)
@@ -236,9 +145,6 @@ class Nasty(Plain):
         self.net[2].p = 0.3 + 0.05 * self.total
         if self.total == 1:
             self.net[3].register_forward_hook(lambda module, args, out: out * 0.9)
-        writer = get_tensorboard_writer()
-        if writer is not None:
-            writer.add_scalar("by hand", float(self.total), len(self.history))
         if self.trainer._parts.run.is_sanity_check:
             self.trainer.request_checkpoint()
             self.trainer.request_stop("nobody shall hear this")
@@ -249,96 +155,21 @@ class Nasty(Plain):
         shift = self.total + self.meter.total + float(self.sums.sum()) / 100 + len(self.alias)
         shift += float(self.tracker.hidden.sum()) + vars(self).get("gone", 0.5)
         shift += np.random.rand() + float(torch.rand(1, generator=self.noise))
-        shift += self.kinds.draw()
         return super().train_step((ids, features + 0.01 * shift), state)
 
 
-class Rows(Quiet):
-    """Notes what is logged, and counts validations, with a state of its own."""
-
-    unsaved = ("rows",)
+class Counting(Quiet):
+    """Counts validations in an attribute, on which the training depends."""
 
     def __init__(self) -> None:
-        super().__init__("rows")
-        self.rows: list[Any] = []
+        super().__init__("counting")
         self.count = 0
-
-    def on_log(self, scalars: dict[str, float], state: TrainingState) -> None:
-        self.rows.append((state.global_iteration, dict(scalars)))
 
     def on_validation_batch_end(self, step: int) -> None:
         self.count += 1
-        self.context.log({"valid/batch": float(self.count)})
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.count = state_dict["count"]
-
-
-class Hoarder(Quiet):
-    """Collects in validation, without a state_dict; the training depends on it."""
-
-    def __init__(self) -> None:
-        super().__init__("hoarder")
-        self.found: dict[int, list[Any]] = {}
-
-    unsaved = ("found",)
-
-    def on_validation_start(self, validation_cycle: int) -> None:
-        self.found.setdefault(validation_cycle, []).append(1)
 
     def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
-        return batch[0], batch[1] + 0.01 * sum(map(len, self.found.values()))
-
-
-class Remembering(ResumableSampler):
-    """Each pass begins where the one before it ended; it tells nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = 0
-
-    def __iter__(self) -> Any:
-        for step in range(6):
-            self.first += 1
-            yield (self.first + step) % 6
-
-    def __len__(self) -> int:
-        return 6
-
-
-class Tiring(IndexData):
-    """Every fetch changes the next one, in the worker that it happens in."""
-
-    calls = 0
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        self.calls += 1
-        number, features = super().__getitem__(index)
-        return number, features * self.calls
-
-
-class NastyData(IndexModule):
-    """Validation data whose order has a memory, and workers that have one."""
-
-    def setup(self) -> None:
-        super().setup()
-        self._valid_dataset = [
-            self._create_dataset(
-                IndexData(6),
-                helios.DataLoaderParams(
-                    batch_size=2, sampler=Remembering(), collate_fn=noisy_collate
-                ),
-            ),
-            self._create_dataset(
-                Tiring(6),
-                helios.DataLoaderParams(
-                    batch_size=2, num_workers=1, persistent_workers=True, collate_fn=noisy_collate
-                ),
-            ),
-        ]
+        return batch[0], batch[1] + 0.01 * self.count
 
 
 _TRIAL_EVENTS = ("on_sanity_check_start", "on_sanity_check_end")
@@ -349,72 +180,25 @@ def _content(folder: Path) -> dict[str, dict[str, str]]:
     found = {}
     for path in sorted(folder.glob("*/*.pth")):
         payload = helios.load_checkpoint(path)
-        payload["training_state"] = dataclasses.replace(
-            payload["training_state"], average_iter_time=0.0
-        ).dict()
-        for name in ("run_path", "log_path", "events"):
-            payload.pop(name, None)
+        payload["training_state"] = comparable_state(payload["training_state"])
         found[path.stem] = {name: digest(part) for name, part in payload.items()}
     return found
-
-
-def _curves(runs: Path) -> list[tuple[str, int, float]]:
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    return [
-        (value.tag, event.step, value.tensor.float_val[0])
-        for path in sorted(runs.rglob("events.out.tfevents.*"))
-        for event in EventFileLoader(str(path)).Load()
-        for value in event.summary.value
-        if not value.tag.startswith("_hparams_/")
-    ]
-
-
-def _run(
-    folder: Path, model: SmallModel, data: IndexModule, *, sanity_steps: int
-) -> tuple[Outcome, dict[str, Any]]:
-    np.random.seed(11)
-    rows = Rows()
-    outcome = record(
-        folder / "run",
-        model,
-        data,
-        rows,
-        Hoarder(),
-        train_unit="iteration",
-        total_steps=7,
-        valid_frequency=2,
-        print_frequency=1,
-        random_seed=5,
-        enable_tensorboard=True,
-        run_path=folder / "runs",
-        sanity_steps=sanity_steps,
-    )
-    return outcome, {
-        "records": outcome.records,
-        "bits": outcome.bits(),
-        "cursor": outcome.cursor,
-        "saves": outcome.saves.keys(),
-        "checkpoints": _content(folder / "run"),
-        "curves": _curves(folder / "runs"),
-        "rows": rows.rows,
-        "count": rows.count,
-        "updates": model.average.updates,
-        "numpy": np.random.rand(),
-    }
 
 
 @pytest.mark.shows("K14", "C17")
 @pytest.mark.filterwarnings("ignore::UserWarning:helios.*")
 def test_a_run_with_a_trial_is_the_run_without(tmp_path: Path) -> None:
-    found = []
-    for steps in (0, 2):
-        setting = Setting(scheduler="step")
-        folder = tmp_path / str(steps)
-        found.append(_run(folder, Nasty(setting), NastyData(setting), sanity_steps=steps))
-    (plain, first), (tried, second) = found
-    for name, before in first.items():
-        assert before == second[name], name
+    def run(folder: Path, sanity_steps: int) -> Outcome:
+        options = {"train_unit": "iteration", "total_steps": 7, "valid_frequency": 2}
+        options |= {"random_seed": 5, "sanity_steps": sanity_steps}
+        return record(folder, Nasty(_SETTING), IndexModule(_SETTING), Counting(), **options)
+
+    plain, tried = run(tmp_path / "plain", 0), run(tmp_path / "tried", 2)
+    assert tried.records == plain.records
+    assert tried.bits() == plain.bits()
+    assert tried.cursor == plain.cursor
+    assert tried.saves.keys() == plain.saves.keys()
+    assert _content(tmp_path / "tried") == _content(tmp_path / "plain")
     names = [event[0] for event in tried.events]
     start, end = (names.index(name) for name in _TRIAL_EVENTS)
     assert tried.events[:start] + tried.events[end + 1 :] == plain.events

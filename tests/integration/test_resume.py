@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+import helios
 from helios.core import rng
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.kills import KillAt, run_in_child
 from tests.support.resume import assert_equal, copy_checkpoint, resume_everywhere
-from tests.support.runs import Setting, digest, train
+from tests.support.runs import Outcome, Setting, digest, train
 
 _EPOCHS = {"unit": "epoch", "total_steps": 3, "valid_frequency": 1, "scheduler": "epoch"}
 
@@ -122,6 +124,40 @@ def test_a_raised_total_goes_on_as_if_it_had_never_ended(tmp_path: Path) -> None
         assert_equal(second, whole, since=max(first.records))
 
 
+@pytest.mark.shows("S53")
+@pytest.mark.parametrize(
+    ("unit", "stages", "kill_at"), [("iteration", (4, 14), 12), ("epoch", (1, 4), 20)]
+)
+def test_a_kill_in_the_last_stage_of_a_script_costs_no_bit(
+    unit: str, stages: tuple[int, int], kill_at: int, tmp_path: Path
+) -> None:
+    # In time, so that the kill finds the checkpoint before it committed.
+    options = {"store": helios.CheckpointStore(is_async=False)}
+    first, last = (
+        Setting(unit=unit, total_steps=total, valid_frequency=1, options=options)
+        for total in stages
+    )
+
+    def train_in_stages(name: str, *kills: Plugin) -> Outcome:
+        train(tmp_path / name, first)
+        return train(tmp_path / name, last, *kills)
+
+    whole, kill = train_in_stages("whole"), KillAt("on_backward_end", kill_at)
+    assert run_in_child(lambda: train_in_stages("run", kill), tmp_path / "outcome") == -9
+    assert not train(tmp_path / "run", first).records
+    resumed = train_in_stages("run")
+    assert_equal(resumed, whole, since=min(resumed.records) - 1)
+    ends = [
+        {
+            path.name
+            for path in (tmp_path / name).glob("*/*.json")
+            if '"finished": null' in path.read_text()
+        }
+        for name in ("whole", "run")
+    ]
+    assert ends[0] == ends[1]
+
+
 def test_validation_logging_and_saving_change_no_bit(tmp_path: Path) -> None:
     base = Setting(total_steps=14, chkpt_frequency=7, validates=False, valid_frequency=None)
     whole = train(tmp_path / "base", base)
@@ -163,7 +199,6 @@ def test_two_threads_stay_two_threads(tmp_path: Path) -> None:
 
 @pytest.mark.shows("K10")
 def test_a_hook_behind_the_safe_point_draws_the_same_numbers(tmp_path: Path) -> None:
-    """H6: the generators go on from where the checkpoint found them, last of all."""
 
     class Drawing(Plugin):
         unsaved = ("drawn",)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from helios.errors import UsageError
 from helios.state import TrainingState
 from helios.storage import files
 from tests.support import faults
-from tests.support.faults import Fault, Faults, make_store
+from tests.support.faults import Faults, make_store
 from tests.support.quiet import Quiet
 from tests.support.resume import assert_equal
 from tests.support.runs import Outcome, Setting, train
@@ -131,36 +128,3 @@ def test_a_save_in_flight_is_committed_when_an_error_ends_the_training(
         error is KeyboardInterrupt
     )
     assert_equal(train(tmp_path, _SETTING, Faults()), whole, since=_PER_EPOCH)
-
-
-def _bytes_of(tensor: torch.Tensor) -> int:
-    # Other tests may have left sparse tensors to the garbage collector, which have no storage.
-    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
-
-
-@pytest.mark.shows("S3", "U21")
-@pytest.mark.parametrize(
-    ("kind", "mode"), [("", "async"), ("EIO", "sync"), ("MemoryError", "async")]
-)
-def test_no_way_out_of_fit_leaves_a_thread_a_file_or_the_copy_of_the_state(
-    kind: str, mode: str, tmp_path: Path
-) -> None:
-    """The second operation creates the first file."""
-    plugin = Faults(Fault(1, kind) if kind else None)
-    setting = dataclasses.replace(_SETTING, options=make_store(mode, on_save_error="raise"))
-    with faults.nothing_left_open():
-        if kind:
-            with pytest.raises(OSError if kind == "EIO" else MemoryError):
-                train(tmp_path / "run", setting, plugin)
-            assert plugin.is_hit
-        else:
-            train(tmp_path / "run", setting, plugin)
-    del plugin
-    gc.collect()
-    size = Faults().ballast.nbytes
-    left = [
-        tensor
-        for tensor in gc.get_objects()
-        if type(tensor) is torch.Tensor and _bytes_of(tensor) == size
-    ]
-    assert not left

@@ -120,26 +120,6 @@ def test_the_loaders_follow_each_other_and_steps_begin_anew_in_each(
     ]
 
 
-def _names(count: int, *, named: bool) -> list[str]:
-    if count == 1:
-        return ["score"]
-    return [f"score/{_NAMES[n] if named else n}" for n in range(count)]
-
-
-@pytest.mark.parametrize(("count", "named"), [(1, False), (3, False), (3, True)])
-def test_each_loader_has_scores_of_its_own(count: int, named: bool) -> None:
-    setting = Setting()
-    for call in ("fit", "validate", "test"):
-        model, data = SeveralModel(setting), SeveralModule(setting, count, named=named)
-        if call == "fit":
-            _fit(model, data)
-        else:
-            getattr(_trainer(), call)(model, data, checkpoint=None)
-        scores = model.test_scores if call == "test" else model.metrics
-        assert list(scores) == _names(count, named=named), call
-        assert len(set(scores.values())) == count
-
-
 @pytest.mark.shows("K32", "K33")
 @pytest.mark.parametrize("count", [1, 3])
 def test_predictions_are_a_list_for_each_loader(count: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helios import DataLoaderParams, DataModule, Model, TrainingState
+from helios import DataLoaderParams, DataModule, Model
 from tests.typed.short_script import (
     DATA,
     Batch,
@@ -18,21 +18,6 @@ from tests.typed.short_script import (
     make_data,
     make_trainer,
 )
-
-
-class LongLine(Line):
-    """Takes every argument, as models of helios-ml do."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup()
-
-    def train_step(self, batch: Batch, state: TrainingState) -> Tensor:
-        assert state.global_iteration
-        return super().train_step(batch)
-
-    def valid_step(self, batch: Batch, step: int) -> dict[str, tuple[Tensor, int]]:
-        assert step in range(4)
-        return super().valid_step(batch)
 
 
 class LongNumbers(DataModule):
@@ -52,16 +37,6 @@ def fitted(model: Model, data: DataModule | None = None, **options: Any) -> dict
         for name, network in model.discovery.modules().items()
         for path, tensor in network.state_dict().items()
     }
-
-
-@pytest.mark.parametrize("options", [{"init": "keyed"}, {"num_replicas": 2}], ids=str)
-def test_steps_and_a_setup_that_leave_out_arguments_give_the_same_bits(
-    options: dict[str, Any],
-) -> None:
-    left_out, full = Line("net"), LongLine("net")
-    weights = fitted(left_out, **options)
-    torch.testing.assert_close(weights, fitted(full, **options), rtol=0, atol=0)
-    assert left_out.metrics == full.metrics
 
 
 def test_data_gives_the_same_bits_by_any_of_its_names() -> None:

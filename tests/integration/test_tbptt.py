@@ -101,40 +101,6 @@ def _train(folder: Path | None, loop: Any, **options: Any) -> Outcome:
     "options", [{}, {"train_unit": "epoch", "total_steps": 3}], ids=["iterations", "epochs"]
 )
 def test_a_carried_state_resumes_everywhere(options: dict[str, Any], tmp_path: Path) -> None:
-    """L21, L35: in the middle of a sequence, at its end, and at the end of an epoch."""
     whole = resume_everywhere(lambda folder: _train(folder, Carrying(_SPLIT), **options), tmp_path)
     places = [ids for ids, _ in list(whole.records.values())[:_CHUNKS]]
     assert places == [[3 * chunk, 3 * chunk + 1, 3 * chunk + 2] for chunk in range(_CHUNKS)]
-
-
-@pytest.mark.shows("L21")
-def test_every_piece_is_an_update_with_the_hidden_state_of_the_one_before() -> None:
-    """L21: by the bits of a loop by hand."""
-    outcome = _train(None, Carrying(_SPLIT), total_steps=4)
-    model, data = Recurrent(), Sequences()
-    helios.core.rng.seed_rngs(2)
-    data.setup()
-    model.setup()
-    hidden, losses = None, []
-    for iteration in range(1, 5):
-        samples = [data.train_dataset[3 * (iteration - 1) + row] for row in range(_ROWS)]
-        helios.core.rng.reseed(helios.core.rng.key(2, "train", iteration, 0))
-        starts = torch.stack([sample["is_start"] for sample in samples])
-        if hidden is not None:
-            hidden = [torch.where(starts[:, None], 0.0, part) for part in hidden]
-        for begin in range(0, _CHUNK, _SPLIT):
-            inputs, targets = (
-                torch.stack([sample[name][begin : begin + _SPLIT] for sample in samples])
-                for name in ("inputs", "targets")
-            )
-            outputs, hidden = model.lstm(inputs, hidden)
-            loss = nn.functional.mse_loss(model.head(outputs), targets)
-            loss.backward()
-            model.optimizer.step()
-            model.scheduler.step()
-            model.optimizer.zero_grad()
-            hidden = [part.detach() for part in hidden]
-            losses.append(loss.item())
-    pieces = [eval(bits)[1] for _, bits in outcome.records.values()]
-    assert [loss for batch in pieces for _, _, loss in batch] == losses
-    assert [has_past for batch in pieces for _, has_past, _ in batch] == [False] + [True] * 11

@@ -122,7 +122,6 @@ def _train(
 def test_a_gan_resumes_everywhere(
     unit: str, accumulation: int, precision: Precision, tmp_path: Path
 ) -> None:
-    """L27, L28: two optimizers, their schedulers, label noise and dropout, bit for bit."""
 
     def make_run(folder: Path) -> Outcome:
         return _train(
@@ -189,7 +188,6 @@ def _step(scaler: Any, network: nn.Module, optimizer: Any, scheduler: Any, count
     ids=lambda value: str(getattr(value, "value", value)),
 )
 def test_a_gan_has_the_bits_of_a_loop_by_hand(accumulation: int, precision: Precision) -> None:
-    """L27, L29: yields, windows and their last, partial one add nothing and lose nothing."""
     outcome = _train(
         None,
         precision=precision,

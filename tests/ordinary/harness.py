@@ -145,12 +145,6 @@ def _members(value: Any) -> list[tuple[Any, Any]]:
         return list(value.items())
     if isinstance(value, list | tuple | deque):
         return list(enumerate(value))
-    if isinstance(value, torch.Generator):
-        return [("state", value.get_state())]
-    if isinstance(value, random.Random):
-        return [("state", value.getstate())]
-    if isinstance(value, np.random.Generator):
-        return [("state", value.bit_generator.state)]
     if isinstance(value, type | types.FunctionType):
         return []
     read = getattr(value, "state_dict", None)

@@ -5,12 +5,10 @@ They are imported by the tests that use them, for that takes seconds.
 
 from __future__ import annotations
 
-import runpy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -19,7 +17,6 @@ from helios.state import TrainingState
 from tests.ordinary.harness import LENGTH, Case, Data, Regression, assert_ordinary
 
 WORDS = 17
-_DIGITS = Path(__file__).resolve().parents[2] / "docs" / "examples" / "digits.py"
 
 
 class Gpt2(Regression):
@@ -88,11 +85,3 @@ class Measured(Regression):
 
 def test_torchmetrics_among_the_attributes_resume_without_a_warning(tmp_path: Path) -> None:
     assert_ordinary(Case(Measured, options={"valid_frequency": 4}), tmp_path)
-
-
-@pytest.mark.full
-def test_the_demo_resumes_without_a_warning(tmp_path: Path) -> None:
-    digits = runpy.run_path(str(_DIGITS))
-    model, data = digits["DigitsModel"], digits["DigitsData"]
-    case = Case(lambda: model("digits"), data, {"valid_frequency": 6})
-    assert_ordinary(case, tmp_path)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
 
 from tests.ordinary.harness import WIDTH, Case, Regression, assert_ordinary
 
@@ -27,22 +26,6 @@ class Tied(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.decoder(self.encoder(inputs).tanh()))
-
-
-class Codebook(nn.Module):
-    """Quantizes by a table in a buffer, which follows the inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.randn(4, WIDTH))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        with torch.no_grad():
-            nearest = torch.cdist(inputs, self.codes).argmin(1)
-            if self.training:
-                self.codes[nearest] += 0.1 * (inputs - self.codes[nearest])
-        return self.head(inputs - self.codes[nearest])
 
 
 class Momentum(nn.Module):
@@ -81,32 +64,6 @@ def frozen() -> nn.Module:
     return net
 
 
-def with_first(change: Callable[[nn.Linear], nn.Module]) -> nn.Module:
-    """Return a network whose first layer was changed."""
-    net = perceptron()
-    net[0] = change(net[0])
-    return net
-
-
-def lazy() -> nn.Module:
-    """Return a network that learns its sizes from a first batch, in setup."""
-    net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(1))
-    net(torch.zeros(2, WIDTH))
-    return net
-
-
-def pruned() -> nn.Module:
-    """Return a network that lacks half of the weights of a layer."""
-    net = perceptron()
-    prune.l1_unstructured(net[0], "weight", amount=0.5)
-    return net
-
-
-def scripted() -> nn.Module:
-    """Return a network that was traced into a graph."""
-    return torch.fx.symbolic_trace(perceptron(nn.Dropout(0.2)))
-
-
 class OfType(nn.Module):
     """A network of another type than its inputs."""
 
@@ -123,12 +80,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "tied weights": Tied,
     "frozen layers": frozen,
     "batch norm": lambda: perceptron(nn.BatchNorm1d(4)),
-    "spectral norm": lambda: with_first(parametrizations.spectral_norm),
-    "pruning": pruned,
-    "a codebook": Codebook,
     "a momentum encoder": Momentum,
-    "lazy layers, run in setup": lazy,
-    "torch.fx": scripted,
     "torch.compile": lambda: torch.compile(perceptron(nn.Dropout(0.2)), backend="eager"),
     "bfloat16": lambda: OfType(torch.bfloat16),
 }

@@ -1,8 +1,7 @@
-"""Whole programs: averages, teachers, memories, histories, samplers."""
+"""Whole programs: averages, memories, settings, hooks, rates set by hand."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 import re
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from helios.state import TrainingState
-from tests.ordinary.harness import LENGTH, WIDTH, Case, Regression, assert_ordinary
+from tests.ordinary.harness import WIDTH, Case, Regression, assert_ordinary
 
 State = TrainingState
 
@@ -36,22 +35,6 @@ class ByTorch(Regression):
     def on_training_batch_end(self, state: State, should_log: bool = False) -> None:
         super().on_training_batch_end(state, should_log)
         self.average.update_parameters(self.net)
-
-
-class Teacher(Regression):
-    """Learns from a frozen copy of itself that is renewed now and then, as deep Q learning does."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup(fast_init)
-        self.target = copy.deepcopy(self.net).requires_grad_(False).eval()
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + (self.net(batch[0]) - self.target(batch[0])).square().mean()
-
-    def on_training_batch_end(self, state: State, should_log: bool = False) -> None:
-        super().on_training_batch_end(state, should_log)
-        if state.global_iteration % 4 == 0:
-            self.target.load_state_dict(self.net.state_dict())
 
 
 class Agent(Regression):
@@ -145,27 +128,7 @@ class Rated(Regression):
         self._loss_items["loss"] = loss.detach()
 
 
-class Sparse(Regression):
-    """An embedding with sparse gradients, and a dense rest: one optimizer each."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.table = nn.Embedding(LENGTH + 1, WIDTH, sparse=True)
-        self.net = self.make_net()
-        self.sparse_optimizer = torch.optim.SparseAdam(self.table.parameters(), lr=0.01)
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
-
-    def train_step(self, batch: Any, state: State) -> None:
-        inputs, targets = batch
-        places = (targets[:, 0] * LENGTH).round().long()
-        loss = self.loss((inputs + self.table(places), targets))
-        loss.backward()
-        for optimizer in (self.sparse_optimizer, self.optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
-        self._loss_items["loss"] = loss.detach()
-
-
-MODELS = [ByTorch, Teacher, Agent, Configured, Hooked, Rated, Sparse]
+MODELS = [ByTorch, Agent, Configured, Hooked, Rated]
 
 
 @pytest.mark.shows("S43")

@@ -84,17 +84,6 @@ def test_runs_that_differ_in_seeds_only_have_mean_and_standard_deviation(
         assert f"{np.mean(values):.6g} ± {np.std(values, ddof=1):.6g}" in shown
 
 
-def test_a_copy_of_a_run_is_no_further_seed(
-    grid: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    twin = make_run(
-        tmp_path / "twin", [2.0, 0.0], params={"lr": 0.1}, definition={"random_seed": 1}
-    )
-    found = compare(capsys, grid[0], twin, grid[3])
-    assert len(found["rows"]) == 3
-    assert found["groups"] == []
-
-
 @pytest.mark.shows("P147")
 def test_a_plot_has_the_curves_of_all_runs_over_each_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

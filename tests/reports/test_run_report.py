@@ -18,7 +18,7 @@ import torch
 import helios
 from helios.cli import main
 from helios.plugins import EarlyStopping
-from tests.support.synthetic_run import write_ledger, write_run, write_run_file
+from tests.support.synthetic_run import write_ledger, write_run
 
 STEPS, BATCH = 12, 4
 X = torch.linspace(-1, 1, 24)
@@ -180,24 +180,6 @@ def test_peaks_stay_in_a_long_run(tmp_path: Path, capsys: pytest.CaptureFixture[
         kept = np.array(numbers)[own[columns[own] == column]]
         assert (kept.min(), kept.max()) == (there.min(), there.max())
     assert (facts["curves"]["loss: loss"]["min"], facts["curves"]["loss: loss"]["max"]) == (-7, 9)
-
-
-@pytest.mark.shows("P43")
-def test_a_start_without_an_end_was_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_ledger(tmp_path, [1.0] * 9)
-    write_run_file(
-        tmp_path,
-        {"event": "start"},
-        {"event": "start", "iteration": 4},
-        {"event": "interruption", "cause": "SIGTERM"},
-        {"event": "start", "iteration": 6},
-    )
-    page, facts = make_page(tmp_path, capsys)
-    ends = [start["end"] for start in facts["starts"]]
-    assert ends == ["killed", "interruption: SIGTERM", "no end so far"]
-    assert "3 (killed: 1)" in Page(page).words
 
 
 @pytest.mark.shows("P44")

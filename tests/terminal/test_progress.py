@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import math
 import re
-import signal
-import sys
 from typing import Any
 
 import pytest
@@ -150,7 +147,7 @@ LINE = (
 )
 
 
-@pytest.mark.shows("P133")
+@pytest.mark.shows("H44", "P133")
 @pytest.mark.parametrize("has_bars", [False, True])
 def test_without_a_bar_the_log_has_a_line_every_30_seconds(
     has_bars: bool, pipe: Screen, time: Time, caplog: pytest.LogCaptureFixture
@@ -162,24 +159,6 @@ def test_without_a_bar_the_log_has_a_line_every_30_seconds(
     display.close()
     assert tuple(caplog.messages) == LINE
     assert pipe.getvalue() == ""
-
-
-@pytest.mark.shows("P133")
-def test_a_frequency_decides_in_place_of_the_time(
-    pipe: Screen, time: Time, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    display = ProgressDisplay(False, pipe, time)
-    start(display, TrainingUnit.ITERATION, total_steps=math.inf, print_frequency=3)
-    for number in range(1, 7):
-        time.now += 40.0
-        logged = None if number % 3 else {"loss": 1 / number}
-        end_iteration(display, means_of(display), logged=logged)
-    display.close()
-    assert caplog.messages == [
-        "step 3  epoch 1  loss 0.3333  0.025 steps/s",
-        "step 6  epoch 1  loss 0.1667  0.025 steps/s",
-    ]
 
 
 class Decay(helios.Model):
@@ -226,39 +205,3 @@ def test_a_run_logs_steps_epochs_and_the_rates_that_steps_have_used(
         *("lr 8.2e-4/1", "lr 4.1e-4/0.5", "lr 2.05e-4/0.25"),
         *("lr 1.025e-4/0.125", "lr 5.125e-5/0.0625", "lr 2.562e-5/0.03125"),
     ]
-
-
-class Stopped(Decay):
-    """Is interrupted in its first epoch."""
-
-    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
-        signal.raise_signal(signal.SIGINT)
-        return super().train_step(batch, state)
-
-
-@pytest.mark.shows("H44")
-def test_an_interrupted_epoch_does_not_count(
-    terminal: Screen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal)
-    trainer = helios.Trainer(
-        total_steps=2, use_cpu=True, print_banner=False, enable_progress_bar=True
-    )
-    with pytest.raises(helios.Interrupted):
-        trainer.fit(Stopped("stopped"), Data())
-    (epochs,) = [row for row in terminal.rows() if row.startswith("epochs:")]
-    assert "| 0/2 [" in epochs
-
-
-@pytest.mark.shows("H44")
-def test_nothing_is_drawn_when_off(capsys: pytest.CaptureFixture[str], time: Time) -> None:
-    display = ProgressDisplay(False, clock=time)
-    start(display)
-    display.epoch_opened(0, 10, 0)
-    advance(display, time, 2, seconds=1.0)
-    display.epoch_ended()
-    display.evaluated("validation", 0, 1)
-    display.evaluated("validation", 1, 1)
-    display.paused()
-    display.close()
-    assert capsys.readouterr().err == ""

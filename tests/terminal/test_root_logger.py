@@ -63,17 +63,6 @@ def test_what_a_module_says_reaches_screen_and_file(
         assert root.log_file == log_file
 
 
-@pytest.mark.shows("H45")
-def test_a_file_that_exists_is_appended_to(tmp_path: Path) -> None:
-    with root_logger() as root:
-        log_file = tmp_path / "run.log"
-        log_file.write_text("before the kill\n")
-        root.setup(log_file)
-        root.info("after it")
-        assert log_file.read_text().startswith("before the kill\n")
-        assert log_file.read_text().endswith("after it\n")
-
-
 @pytest.mark.shows("H19", "H45")
 @pytest.mark.usefixtures("rank_1")
 def test_other_ranks_say_errors_only_and_write_no_file(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 import helios
-from tests.typed.user_script import Line, Numbers
+from tests.typed.user_script import Line
 
 
 class Failing(Line):
@@ -32,6 +31,7 @@ def test_the_screen_shows_an_error_once_and_the_log_file_all_of_it(tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(
         "from tests.terminal.test_shown_errors import *\n"
+        "from tests.typed.user_script import Numbers\n"
         "helios.Trainer(total_steps=1, use_cpu=True, print_banner=False, enable_file_logging=True,"
         " log_path='logs').fit(Failing(ValueError('bad batch')), Numbers())\n"
     )
@@ -52,13 +52,3 @@ def test_the_screen_shows_an_error_once_and_the_log_file_all_of_it(tmp_path: Pat
     (log,) = (tmp_path / "logs").iterdir()
     written = log.read_text()
     assert written.count("Traceback") == 1
-
-
-def test_a_handler_of_ones_own_gets_the_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR)
-    trainer = helios.Trainer(total_steps=1, use_cpu=True, print_banner=False)
-    with pytest.raises(ValueError, match="bad batch") as caught:
-        trainer.fit(Failing(ValueError("bad batch")), Numbers())
-    (record,) = caplog.records
-    assert record.exc_info is not None
-    assert record.exc_info[1] is caught.value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import logging
 import logging.config
 from collections import Counter
@@ -13,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import helios
 from helios.terminal.root_logger import RootLogger
 from tests.support.quiet import Quiet
+from tests.typed.user_script import Line, Numbers
 
 _NAMES = ("helios", "helios.start.options", "py.warnings")
 
@@ -124,27 +123,6 @@ def test_a_handler_of_the_user_gets_each_line_once_and_the_screen_none(
         assert logging.getLogger("helios").handlers == before
 
 
-class Line(helios.Model):
-    """Fits a line."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = torch.nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
-        return self.net(batch).square().mean()
-
-    def valid_step(self, batch: Any, step: int) -> None:
-        self._val_scores["score"] = 1.0
-
-
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        params = helios.DataLoaderParams(batch_size=1)
-        self._train_dataset = self._create_dataset(torch.ones(4, 1), params)
-        self._valid_dataset = self._create_dataset(torch.ones(2, 1), params)
-
-
 class Failing(Quiet):
     """Fails on rank 1 only."""
 
@@ -157,7 +135,7 @@ class Failing(Quiet):
 def fit(folder: Path, **options: Any) -> None:
     options = {"total_steps": 2, "valid_frequency": 1, **options}
     trainer = helios.Trainer(use_cpu=True, enable_file_logging=True, log_path=folder, **options)
-    trainer.fit(Line("line"), Data())
+    trainer.fit(Line("line"), Numbers())
 
 
 def lines_of(text: str) -> list[str]:
@@ -167,22 +145,6 @@ def lines_of(text: str) -> list[str]:
 def require_once(text: str) -> None:
     found = Counter(line.partition("INFO")[2].partition(" - ")[2] for line in lines_of(text))
     assert sorted(found.values()) == [1, 1, 1], text
-
-
-@pytest.mark.shows("P130")
-def test_a_run_under_basic_config_writes_each_line_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with as_it_was():
-        stream = io.StringIO()
-        form = "%(asctime)s %(levelname)s - %(message)s"
-        logging.basicConfig(level=logging.INFO, stream=stream, format=form)
-        fit(tmp_path)
-        logging.getLogger().handlers.clear()
-    require_once(stream.getvalue())
-    (file,) = tmp_path.iterdir()
-    require_once(file.read_text())
-    assert lines_of(capsys.readouterr().err) == []
 
 
 @pytest.mark.shows("P130")
