@@ -38,12 +38,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Bits:
 
 
 class Agents:
-    """Agents of one run with two processes each; what is left at the end is killed.
-
-    Args:
-        folder: of the run.
-        options: of the script.
-    """
+    """Agents of one run with two processes each; what is left at the end is killed."""
 
     def __init__(self, folder: Path, *options: Any) -> None:
         self.folder = folder

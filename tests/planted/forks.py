@@ -38,12 +38,7 @@ class Outcome:
     """How a run of tests has ended.
 
     Args:
-        failed: the tests that failed.
         seconds_of: how long each test took that passed; of ``--collect-only`` each test, and 0.
-        trouble: why no test was run, or none to the end; empty if that is not so.
-        is_late: whether the run was ended because it took too long.
-        seconds: how long it took.
-        output: what it printed.
     """
 
     failed: tuple[str, ...] = ()
@@ -91,14 +86,7 @@ class _Notes:
 
 @dataclass(frozen=True)
 class Task:
-    """A run of tests.
-
-    Args:
-        tests: files of tests, or names of tests.
-        planted: what is planted; empty for nothing.
-        options: of pytest.
-        seconds: how long it may take. Tests that hang are as good as red.
-    """
+    """A run of tests."""
 
     tests: Sequence[str]
     planted: str = ""

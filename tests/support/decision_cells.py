@@ -37,14 +37,7 @@ class Cell(NamedTuple):
     """One decision in one training.
 
     Attributes:
-        kind: what is decided.
-        event: in which event; of the first ones from the moment on.
-        moment: when.
-        unit: what the run counts.
-        accumulation: batches of a window.
-        num_replicas: V.
         number: which poll or validation is answered with yes; how many validations end the run.
-        asking_rank: the process that decides; ``None`` for all.
     """
 
     kind: str

@@ -125,14 +125,7 @@ class Seen:
 
 
 class Deed:
-    """Does what a cell decides, once, when its moment has come.
-
-    Args:
-        cell: the cell.
-        seen: what the training shows.
-        is_asking: whether this process decides anything.
-        gate: is opened where a save is to fail.
-    """
+    """Does what a cell decides, once, when its moment has come."""
 
     def __init__(self, cell: Cell, seen: Seen, *, is_asking: bool, gate: threading.Event) -> None:
         self._cell, self._seen, self._gate = cell, seen, gate

@@ -44,11 +44,7 @@ class Disturbance:
     """What happens to a start.
 
     Attributes:
-        kind: what.
-        event: in which event.
         after: from which iteration of this start on.
-        number: of the file operation before which the process is killed.
-        rank: the process to which it happens.
     """
 
     kind: str

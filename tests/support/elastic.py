@@ -40,15 +40,6 @@ class Elastic:
 
     Attributes:
         num_replicas: replicas of the run; ``None``: as many as there are processes.
-        accumulation: micro-batches of a step.
-        unit: what is counted.
-        total_steps: length of the run, in the unit.
-        chkpt_frequency: between checkpoints, in the unit.
-        length: samples of the data set.
-        batch_size: samples of a replica's batch.
-        num_workers: loader workers of a process.
-        options: further arguments of the trainer.
-        make_data: makes the data module; ``None``: that of :class:`Pictures`.
     """
 
     num_replicas: int | None = 4
@@ -243,10 +234,7 @@ class Bits:
     """What a run did and left, in plain values that are compared.
 
     Attributes:
-        turns: by iteration and replica: ids, loss and images.
         means: by iteration: the mean loss, and what hooks drew before the turns and after them.
-        state: digests of the parts of the last checkpoint.
-        ledger: the lines of the ledger.
     """
 
     turns: dict[tuple[int, int], dict[str, Any]]

@@ -67,10 +67,7 @@ class Reaction:
     """What a receiver does when it hears an event: it may raise, answer, or ask for something.
 
     Attributes:
-        event: the event.
-        act: gets the receiver; what it returns is the receiver's answer.
         number: which telling, from 1; 0 for each.
-        letter: which receiver.
     """
 
     event: str
@@ -184,13 +181,7 @@ class TwoNetworks(Linear):
 
 
 class Numbers(helios.DataModule):
-    """Ones, one a batch.
-
-    Args:
-        training: batches of the training.
-        evaluation: batches of each loader of each other phase; 0 for none.
-        loaders: loaders of each other phase.
-    """
+    """Ones, one a batch."""
 
     def __init__(self, training: int = 3, evaluation: int = 0, loaders: int = 1) -> None:
         super().__init__()
@@ -252,18 +243,7 @@ def _usual(kind: type, name: str) -> Callable[..., Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a trainer.
-
-    Attributes:
-        verb: the trainer's method.
-        options: the trainer's arguments, besides those that each recording has.
-        training: batches of an epoch.
-        evaluation: batches of each loader of an evaluation.
-        reactions: what receivers do.
-        loaders: loaders of each evaluation.
-        model: the class of the model.
-        error: the exception that the call raises, if any.
-    """
+    """One call of a trainer."""
 
     verb: str = "fit"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -276,12 +256,7 @@ class Call:
 
 
 def play(call: Call, folder: Path | None = None) -> Recording:
-    """Make a call of a trainer, and record it.
-
-    Args:
-        call: the call.
-        folder: the ``chkpt_root``; what lies there, the call goes on from.
-    """
+    """Make a call of a trainer, and record it."""
     recording = Recording(call.reactions)
     plugins = [
         listener(Monitor, "Q", recording)("monitor"),

@@ -210,13 +210,8 @@ class Extension:
     """What a training is made of.
 
     Attributes:
-        make_model: makes the model of a name.
-        make_data: makes the data module.
-        make_engine: makes the engine; ``None`` for the trainer's.
-        make_loop: makes the optimizer loop; ``None`` for the default one.
         refused: the error of a run that has more replicas than processes; empty if any number of
             processes may run it.
-        accumulation: how many batches a step has.
     """
 
     make_model: Callable[[str], Model]

@@ -89,7 +89,6 @@ class Faults(Quiet):
     Its state is large enough for writes inside and behind those of ``torch.save``.
 
     Args:
-        fault: what goes wrong; ``None`` to write down only.
         settles: whether every batch begins with no save in flight.
     """
 
@@ -197,12 +196,7 @@ def by_save(operations: list[Operation]) -> list[list[Operation]]:
 
 
 def part_of(operation: Operation, save: list[Operation]) -> str:
-    """Return which part of a save an operation is: commit, sync, deletion, note, or lock.
-
-    Args:
-        operation: one of the save's.
-        save: its operations, in their order.
-    """
+    """Return which part of a save an operation is: commit, sync, deletion, note, or lock."""
     if operation.about == "lock":
         return "lock"
     kinds = [str(other) for other in save]

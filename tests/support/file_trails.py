@@ -53,11 +53,7 @@ _WRAPPED = {
 
 
 class Trail:
-    """The file operations below a folder, and the hooks, of the thread that trains.
-
-    Attributes:
-        lines: what was done, without repetitions.
-    """
+    """The file operations below a folder, and the hooks, of the thread that trains."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = f"{folder}{os.sep}"
@@ -139,7 +135,6 @@ class Told(Plugin):
     """Adds hooks to a trail.
 
     Args:
-        trail: the trail; ``None`` for none.
         dies_at: the iteration at whose start the process is killed; 0 for none.
     """
 
@@ -247,9 +242,6 @@ class Wrong:
     """Something wrong that a call refuses.
 
     Attributes:
-        error: the class of the error.
-        says: a part of its message.
-        options: arguments of the trainer, in place of others.
         gone: which files are away, as a pattern.
         spoil: what is done in the process before.
     """
@@ -318,12 +310,8 @@ class Situation:
     """A call that is recorded.
 
     Attributes:
-        title: what the page calls it.
-        refuses: what it refuses, in this order.
         before: how the run was left: ``None`` for nothing, else the iteration at which it was
             killed, or 0 if it has ended.
-        act: the call.
-        options: arguments of the trainer besides those of all situations.
     """
 
     title: str
@@ -423,12 +411,7 @@ def leave(folder: Path, situation: Situation) -> None:
 
 @dataclasses.dataclass
 class Played:
-    """What a call has done.
-
-    Attributes:
-        lines: its trail.
-        error: the class and the message of its error; empty without one.
-    """
+    """What a call has done."""
 
     lines: list[str]
     error: str

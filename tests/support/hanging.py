@@ -94,13 +94,7 @@ class Data(helios.DataModule):
 
 
 class Net(helios.Model):
-    """Does something in the second step of one rank.
-
-    Args:
-        folder: where it leaves what the test looks for.
-        act: the name of what it does.
-        late: on which rank.
-    """
+    """Does something in the second step of one rank."""
 
     unsaved = ("act",)
 
@@ -129,16 +123,7 @@ def train(
     timeout: float | None = 2.0,
     grace: float = 20.0,
 ) -> helios.Trainer:
-    """Train for eight steps, as far as it comes.
-
-    Args:
-        folder: for checkpoints, and for what is looked for.
-        act: what is done; empty for nothing.
-        late: on which rank.
-        num_workers: loader workers; with some of them, a sample never comes.
-        timeout: ``hang_timeout``.
-        grace: seconds from a signal to an end without a save.
-    """
+    """Train for eight steps, as far as it comes."""
     hangs.WARNING_SECONDS = 0.9
     trainer = helios.Trainer(
         train_unit="iteration",
@@ -157,13 +142,7 @@ def train(
 
 
 def run_forked(folder: Path, count: int = 1, **options: Any) -> tuple[list[int | None], list[str]]:
-    """Train in forks of this process; returns their exit codes, and what they have said.
-
-    Args:
-        folder: as for :func:`train`.
-        count: the number of ranks; rank 0 has the store of several.
-        **options: as for :func:`train`.
-    """
+    """Train in forks of this process; returns their exit codes, and what they have said."""
     with socket.create_server(("127.0.0.1", 0)) as ear:
         port = ear.getsockname()[1]
     logs = [folder / f"log-{rank}" for rank in range(count)]

@@ -122,12 +122,7 @@ class Keyed:
     """What a training is made of.
 
     Attributes:
-        network: ``"zoo"`` or ``"gpt"``.
         units: which of the network's modules ``Model.shard`` returns.
-        optimizer: the name of its class.
-        sharding: as ``Trainer`` takes it.
-        total_steps: its length.
-        options: further arguments of the trainer.
     """
 
     network: str = "zoo"

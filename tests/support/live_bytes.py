@@ -20,10 +20,6 @@ class LiveBytes(TorchDispatchMode):
 
     What an operator allocates and frees itself is not seen; tensors on the meta device have no
     bytes.
-
-    Attributes:
-        peaks: the most bytes in each phase.
-        phase: the name of the phase under way; empty outside of all.
     """
 
     def __init__(self) -> None:

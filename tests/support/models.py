@@ -13,12 +13,7 @@ from helios.state import TrainingState
 
 
 class Fitting(helios.Model):
-    """Learns to answer with zeros.
-
-    Attributes:
-        rate: the learning rate.
-        part: the index of what the network sees of a batch.
-    """
+    """Learns to answer with zeros."""
 
     rate = 0.1
     part = 0
@@ -49,11 +44,7 @@ def forward(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class OneLayer(helios.Model):
-    """One layer; its steps are those of a batch processor.
-
-    Args:
-        processor: the processor; by default it calls :func:`forward`.
-    """
+    """One layer; its steps are those of a batch processor."""
 
     rate = 0.1
 

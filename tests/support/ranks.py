@@ -74,13 +74,6 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) 
 
     Args:
         fn: a function of a module; it and its arguments and results must be picklable.
-        n: number of processes.
-        *args: further arguments, the same on all ranks.
-        timeout: seconds until all ranks must be done; they end by events, so it is generous.
-
-    Raises:
-        RankError: if a rank fails (with its traceback), dies, or is not done in time; the other
-            ranks are killed.
     """
     deadline = time.monotonic() + timeout
     work = pickle.dumps((fn, args))

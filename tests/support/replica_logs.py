@@ -51,8 +51,6 @@ class Subject:
     """A call whose logs are compared.
 
     Attributes:
-        title: what it is, for the head of the golden file.
-        call: the call, for one replica.
         needs_processes: whether each replica needs a process of its own.
     """
 

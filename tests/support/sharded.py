@@ -40,15 +40,8 @@ class Sharded:
     """What a training is made of.
 
     Attributes:
-        num_replicas: replicas of the run.
-        total_steps: its length.
-        sharding: as ``Trainer`` takes it.
-        num_samples: of the training data.
-        num_valid: of the validation data, after every second step; 0 for none.
-        has_norm: whether there are BatchNorm layers, which replicas update in turn.
         again: what computes activations again in backward: ``"forward"`` of the network, that of
             the ``"units"``, ``"both"``, units in units (``"nested"``) or ``"none"``.
-        options: further arguments of the trainer.
     """
 
     num_replicas: int = 3

@@ -39,7 +39,6 @@ class Shuffled(helios.Model):
 
     Args:
         kind: what is shuffled: ``parameters`` of one group, ``groups``, or the ``networks``.
-        order: decides the order of the set.
     """
 
     unsaved = ("kind", "order")

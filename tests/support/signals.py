@@ -27,14 +27,9 @@ class SignalAt(Plugin):
     """Sends signals in a named event, once the training has come to an iteration.
 
     Args:
-        event: the name of the event.
-        iteration: from which on.
-        numbers: what is sent, one after the other.
         rank: the process that sends; ``None``: each.
         to: ``"self"``, or ``"parent"`` for the process that has started this one.
-        delay: send it from a thread, that many seconds later.
         marker: a file that says that it was done; without one it is done once in a process.
-        does_stick: whether the main thread never comes back from there.
     """
 
     unsaved = ("now", "has_sent")

@@ -71,11 +71,7 @@ def missing() -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
-    """Return when the condition holds.
-
-    Raises:
-        ClusterError: if it does not in that time.
-    """
+    """Return when the condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -89,10 +85,6 @@ class Cluster:
     Args:
         folder: empty, and gone or kept by its owner; no path of its parents may be writable by all
             users, except with the sticky bit.
-
-    Attributes:
-        nodes: the names of both; the first is that of this machine, which can be resolved.
-        variables: the environment of commands that talk to this SLURM.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -159,11 +151,7 @@ class Cluster:
         wait_until(lambda: not self.call("squeue", "--noheader", check=False), "no job is left")
 
     def call(self, *command: str, check: bool = True, folder: Path | None = None) -> str:
-        """Run a command of SLURM; returns what it prints.
-
-        Raises:
-            ClusterError: if it fails; not with ``check=False``.
-        """
+        """Run a command of SLURM; returns what it prints."""
         done = subprocess.run(
             command,
             env=self.variables,

@@ -36,17 +36,7 @@ _STAMPS = ("options", "machine", "resumed_from", "ledger", "events", "log_path",
 
 @dataclasses.dataclass(frozen=True)
 class TokenRun:
-    """What a run is made of.
-
-    Attributes:
-        options: arguments of the trainer, with the device.
-        num_workers: loader workers.
-        kills_worker: whether one of them dies, once.
-        averages: whether the weights are averaged.
-        backend: compiles the network, if it is set.
-        num_epochs: length of the run.
-        num_samples: length of an epoch.
-    """
+    """What a run is made of."""
 
     options: dict[str, Any]
     num_workers: int = 0
@@ -67,7 +57,6 @@ class Tokens(Dataset[Any]):
     """Texts that follow from their index.
 
     Args:
-        length: number of texts.
         mark: whoever fetches a certain sample dies, unless this file exists; it makes it first.
     """
 

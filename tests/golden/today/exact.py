@@ -81,8 +81,6 @@ class Record:
 
     Attributes:
         steps: a line for each training step of each replica of this process.
-        lines: a line for each event that the model and :class:`Recorder` have seen.
-        end: a line for each thing that is left at the end.
     """
 
     def __init__(self) -> None:

@@ -55,13 +55,7 @@ CELLS = [Cell(owner, value, time) for owner in OWNERS for value in VALUES for ti
 
 @dataclass
 class Record:
-    """What a training shows from outside.
-
-    Attributes:
-        end: what the place holds at the end.
-        warnings: what was logged.
-        counts: how many warnings there were when an iteration began.
-    """
+    """What a training shows from outside."""
 
     end: Any = None
     warnings: list[str] = field(default_factory=list)
@@ -156,14 +150,7 @@ def play(cell: Cell, folder: Path) -> str:
 
 
 def judge(cell: Cell, sidecar: dict[str, Any], warnings: list[str], *, is_equal: bool) -> str:
-    """Say in a few words what became of the value.
-
-    Args:
-        cell: the cell.
-        sidecar: that of the checkpoint from which the run was resumed.
-        warnings: what was logged until that checkpoint was there.
-        is_equal: whether the resumed run ends as the undisturbed one.
-    """
+    """Say in a few words what became of the value."""
     is_missing, is_warned = _names(sidecar.get("missing", {})), _names(warnings)
     if not is_equal:
         return _judge_lost(sidecar["level"], is_missing=is_missing, is_warned=is_warned)

@@ -27,16 +27,7 @@ def _do_nothing() -> None:
 
 @dataclass
 class Subjects:
-    """What a training is made of.
-
-    Attributes:
-        model: the model.
-        data: the data module.
-        plugins: the plugins.
-        engine: an engine of one's own.
-        loop: a loop for the role ``batch_loop``.
-        find: returns the owner of the value, once setup has run.
-    """
+    """What a training is made of."""
 
     model: Tiny
     data: helios.DataModule

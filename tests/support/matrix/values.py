@@ -108,13 +108,7 @@ class Value(ABC):
 
 @final
 class Alone(Value):
-    """A value by itself.
-
-    Args:
-        make: makes it.
-        advance: changes it in place, or returns what takes its place.
-        read: returns what can be compared.
-    """
+    """A value by itself."""
 
     def __init__(
         self,
