@@ -19,9 +19,6 @@ INTERRUPT = "interrupt"
 SIGNAL = "SIGTERM to rank 0"
 SKIP_STEP = "skip_step"
 STOP_ITERATION = "StopIteration"
-FAILED_SAVE = "failed save in flight"
-FAILED_WRITE = "failed save"
-FAILED_WRITE_CONTINUED = "failed save, going on"
 OVERFLOW = "fp16 overflow"
 EARLY_STOP = "early stop"
 IMPROVEMENT = "improvement"
@@ -124,9 +121,6 @@ KINDS = (
     SIGNAL,
     SKIP_STEP,
     STOP_ITERATION,
-    FAILED_SAVE,
-    FAILED_WRITE,
-    FAILED_WRITE_CONTINUED,
     OVERFLOW,
     EARLY_STOP,
     IMPROVEMENT,
@@ -148,8 +142,6 @@ def _places_of(kind: str) -> Iterator[tuple[str, str, int]]:
         yield from (("have_metrics_improved", START, number) for number in (1, 2))
     elif kind == POLL:
         yield from (("should_training_stop", START, number) for number in range(1, 11))
-    elif kind in (FAILED_WRITE, FAILED_WRITE_CONTINUED):
-        yield "on_save_checkpoint", MID, 0
     elif kind == OVERFLOW:
         for event in ("train_step", "on_backward_end"):
             yield from ((event, moment, 0) for moment in (MID, END))
@@ -159,9 +151,6 @@ def _places_of(kind: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _has(kind: str, event: str, moment: str) -> bool:
-    if kind == FAILED_SAVE:
-        # A save is in flight from the first window's end on.
-        return moment in (MID, LATE)
     is_settled = kind == SIGNAL or is_misplaced(kind, event)
     return moment != END or not is_settled
 

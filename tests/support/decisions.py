@@ -7,12 +7,10 @@ are sums of small integers times powers of two.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +23,8 @@ import helios
 from helios.hooks.events import asks_nothing
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from helios.storage import files
-from tests.support import faults
 from tests.support.decision_cells import (
     EARLY_STOP,
-    FAILED_SAVE,
-    FAILED_WRITE,
-    FAILED_WRITE_CONTINUED,
     FIRST_ITERATION,
     GOLDEN,
     GROUPS,
@@ -56,7 +49,6 @@ from tests.support.runs import RETURNS
 __all__ = ["GOLDEN", "expected", "golden_table", "parse", "play"]
 BATCHES = 5
 _STEP_METHODS = ("train_step", "valid_step", "have_metrics_improved")
-_GATE_SECONDS = 120
 _GROUP_SECONDS = 250
 
 
@@ -127,8 +119,8 @@ class Seen:
 class Deed:
     """Does what a cell decides, once, when its moment has come."""
 
-    def __init__(self, cell: Cell, seen: Seen, *, is_asking: bool, gate: threading.Event) -> None:
-        self._cell, self._seen, self._gate = cell, seen, gate
+    def __init__(self, cell: Cell, seen: Seen, *, is_asking: bool) -> None:
+        self._cell, self._seen = cell, seen
         self._is_asking = is_asking
         self._tellings: dict[str, int] = {}
         self._last = -1
@@ -177,9 +169,6 @@ class Deed:
             return self._overflow()
         elif kind == SIGNAL:
             os.kill(os.getpid(), signal.SIGTERM)
-        elif kind == FAILED_SAVE:
-            self._gate.set()
-            faults.join_writer()
         return None
 
     def _overflow(self) -> float | None:
@@ -209,7 +198,7 @@ def _watcher(seen: Seen, deed: Deed, cell: Cell) -> Plugin:
         seen.saves.append(checkpoint["training_state"]["global_iteration"])
 
     def ask_for_save(self: Any, state: TrainingState, should_log: bool) -> None:
-        if state.global_iteration == number:
+        if state.global_iteration == 3:
             self.context.request_checkpoint()
 
     methods: dict[str, Callable[..., Any]] = {
@@ -219,9 +208,7 @@ def _watcher(seen: Seen, deed: Deed, cell: Cell) -> Plugin:
         "on_training_step_end": on_step_end,
         "on_save_checkpoint": on_save,
     }
-    # A save that is in flight from the first window on, or one inside of an epoch.
-    number = 1 if cell.kind == FAILED_SAVE else 3
-    if number == 1 or (cell.event == "on_save_checkpoint" and cell.unit == "epoch"):
+    if cell.event == "on_save_checkpoint" and cell.unit == "epoch":
         methods["on_training_batch_end"] = ask_for_save
     if cell.event not in _STEP_METHODS:
         methods[cell.event] = _hearing(cell.event, methods.get(cell.event), deed)
@@ -240,17 +227,11 @@ def _hearing(event: str, usual: Callable[..., Any] | None, deed: Deed) -> Callab
 
 def _make_trainer(cell: Cell, folder: Path, *plugins: Plugin) -> helios.Trainer:
     is_by_epoch = cell.unit == "epoch"
-    fails = cell.kind in (FAILED_SAVE, FAILED_WRITE)
-    store = helios.CheckpointStore(
-        is_async=cell.kind == FAILED_SAVE,
-        digest=False,
-        on_save_error="raise" if fails else "continue",
-    )
     return helios.Trainer(
         train_unit=cell.unit,
         total_steps=2 if is_by_epoch else 8 // cell.accumulation,
         valid_frequency=1 if is_by_epoch else 2,
-        chkpt_frequency=100 if cell.kind == FAILED_SAVE else 2 if is_by_epoch else 3,
+        chkpt_frequency=2 if is_by_epoch else 3,
         print_frequency=2,
         sanity_steps=int(cell.moment == TRIAL),
         accumulation_steps=cell.accumulation,
@@ -260,47 +241,22 @@ def _make_trainer(cell: Cell, folder: Path, *plugins: Plugin) -> helios.Trainer:
         chkpt_root=folder,
         num_replicas=cell.num_replicas,
         plugins=plugins,
-        store=store,
+        store=helios.CheckpointStore(is_async=False, digest=False),
         print_banner=False,
         signals=RETURNS,
     )
 
 
-class _FailingFiles:
-    """Lets rank 0 fail to commit a checkpoint: at once, or when the gate is opened."""
-
-    def __init__(self, cell: Cell, gate: threading.Event, rank: int) -> None:
-        is_failing = cell.kind in (FAILED_SAVE, FAILED_WRITE, FAILED_WRITE_CONTINUED)
-        self._is_used = is_failing and rank == 0
-        self._waits = cell.kind == FAILED_SAVE
-        self._gate = gate
-        self._replace = files.replace
-
-    def __enter__(self) -> None:
-        if self._is_used:
-            files.replace = self._fail
-
-    def __exit__(self, *error: object) -> None:
-        files.replace = self._replace
-
-    def _fail(self, source: Path, target: Path) -> None:
-        if self._waits and not self._gate.wait(_GATE_SECONDS):
-            raise AssertionError("the cell's moment never came")
-        raise OSError(errno.ENOSPC, "no space, on purpose", str(target.name))
-
-
 class Outcome(NamedTuple):
-    """What a process sees of a cell: its end, the saves it was told of, and what it learned."""
+    """What a process sees of a cell: its end, its saves, and what it learned."""
 
     end: str
     saves: tuple[int, ...]
     rest: str
 
-    def show(self, kept: list[int]) -> str:
-        """Return it as text, with the saves that did not reach the disk."""
-        lost = [number for number in self.saves if number not in kept]
-        failed = f" without {_join(lost)}" if lost else ""
-        return f"{self.end}, saves {_join(self.saves)}{failed}, {self.rest}"
+    def show(self) -> str:
+        """Return it as text."""
+        return f"{self.end}, saves {_join(self.saves)}, {self.rest}"
 
 
 def _play(rank: int, cell: Cell, folder: Path) -> Outcome:
@@ -313,14 +269,13 @@ def _play(rank: int, cell: Cell, folder: Path) -> Outcome:
 
 
 def _fit(rank: int, cell: Cell, folder: Path) -> Outcome:
-    seen, gate = Seen(), threading.Event()
+    seen = Seen()
     is_asking = rank == cell.asking_rank or cell.asking_rank is None
-    deed = Deed(cell, seen, is_asking=is_asking, gate=gate)
+    deed = Deed(cell, seen, is_asking=is_asking)
     trainer = _make_trainer(cell, folder, _watcher(seen, deed, cell))
     model = Learner(deed.act)
     try:
-        with _FailingFiles(cell, gate, rank):
-            ended = str(trainer.fit(model, Multiples(cell.num_replicas)))
+        ended = str(trainer.fit(model, Multiples(cell.num_replicas)))
     except Exception as error:
         ended = type(error).__name__
     state, place = seen.context.state, seen.context.place
@@ -350,10 +305,9 @@ def play(cells: list[Cell], num_processes: int = 1) -> dict[Cell, str]:
         else:
             ranks = run_ranks(_play_all, num_processes, cells, root, timeout=_GROUP_SECONDS)
         found = {}
-        for number, (cell, *seen) in enumerate(zip(cells, *ranks, strict=True)):
-            kept = faults.committed(root / str(number) / "run")
+        for cell, *seen in zip(cells, *ranks, strict=True):
             # Where processes do not see the same, all of it is told.
-            texts = dict.fromkeys(outcome.show(kept) for outcome in seen)
+            texts = dict.fromkeys(outcome.show() for outcome in seen)
             found[cell] = " BUT ".join(texts)
     return found
 

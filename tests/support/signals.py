@@ -134,10 +134,11 @@ def environment(**changed: str) -> dict[str, str]:
     return own | {"PYTHONPATH": roots, "OMP_NUM_THREADS": "1"} | changed
 
 
-def start(*arguments: Any, torchrun: int = 0) -> tuple[int, str]:
+def start(*arguments: Any, torchrun: int = 0, **variables: str) -> tuple[int, str]:
     """Run the script to its end; returns its exit code and its log."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with started(command(*arguments, torchrun=torchrun), env=environment(), **pipes) as process:
+    line, env = command(*arguments, torchrun=torchrun), environment(**variables)
+    with started(line, env=env, **pipes) as process:
         _, log = process.communicate(timeout=300)
         return process.returncode, log
 
@@ -183,7 +184,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--frequency", type=int, default=1000)
-    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--replicas", type=int, default=3, help="0: those of the run")
     parser.add_argument("--nproc", type=int)
     parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--workers", type=int, default=0)
@@ -201,7 +202,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def setting_of(options: argparse.Namespace) -> Elastic:
     """Return the training that the options describe."""
     return Elastic(
-        num_replicas=options.replicas,
+        num_replicas=options.replicas or None,
         accumulation=options.accumulation,
         unit=options.unit,
         total_steps=options.steps,
