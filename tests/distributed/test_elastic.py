@@ -19,25 +19,22 @@ from helios.plugins import Plugin
 from helios.replicas.tree_reducer import TreeReducer
 from helios.state import TrainingState
 from tests.support.elastic import Bits, Elastic, KillRank, assert_same, read_bits, train
-from tests.support.ranks import RankError, run_ranks
+from tests.support.quiet import Quiet
+from tests.support.ranks import RankError, alone, run_ranks
 
 EPOCHS_BY_STEPS = {1: 12, 2: 6}
 """Steps of three epochs of 29 samples over 4 replicas of 2, by accumulation."""
 
 
-class Interrupt(Plugin):
+class Interrupt(Quiet):
     """One rank alone asks for the end of this start, after some steps."""
 
-    def __init__(self, num_steps: int, rank: int) -> None:
-        super().__init__("interrupt")
-        self.num_steps = num_steps
-        self.rank_that_asks = rank
-
-    def setup(self) -> None:
-        """Begin to count."""
-        self.num_left = self.num_steps
-
     unsaved = ("num_left",)
+
+    def __init__(self, num_steps: int, rank: int) -> None:
+        super().__init__()
+        self.num_left = num_steps
+        self.rank_that_asks = rank
 
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
         self.num_left -= 1
@@ -45,14 +42,8 @@ class Interrupt(Plugin):
             self.context.interrupt("the test says so")
 
 
-class InterruptAtSave(Plugin):
+class InterruptAtSave(Quiet):
     """The last rank asks for the end while the first checkpoint is taken."""
-
-    def __init__(self) -> None:
-        super().__init__("interrupt-at-save")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.context.rank == self.context.num_processes - 1:
@@ -60,21 +51,13 @@ class InterruptAtSave(Plugin):
 
 
 def work(rank: int, folder: Path, setting: Elastic, *plugins: Plugin) -> None:
-    train(folder, setting, *plugins)
+    with alone():
+        train(folder, setting, *plugins)
 
 
 def run(folder: Path, num_processes: int, setting: Elastic, *plugins: Plugin) -> None:
     """Start once, in as many processes."""
-    if num_processes == 1:
-        run_ranks(work_alone, 1, folder, setting, *plugins)
-    else:
-        run_ranks(work, num_processes, folder, setting, *plugins)
-
-
-def work_alone(rank: int, folder: Path, setting: Elastic, *plugins: Plugin) -> None:
-    dist.destroy_process_group()
-    train(folder, setting, *plugins)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    run_ranks(work, num_processes, folder, setting, *plugins)
 
 
 def run_to_end(folder: Path, num_processes: int, setting: Elastic) -> Bits:
@@ -181,10 +164,8 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("event", "iteration", "rank"),
-    [KILLS[0], *(pytest.param(*kill, marks=pytest.mark.full) for kill in KILLS[1:])],
-)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("event", "iteration", "rank"), KILLS)
 def test_after_a_kill_another_number_of_processes_goes_on(
     tmp_path: Path, event: str, iteration: int, rank: int | None
 ) -> None:

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import helios
 from helios.core.sharded_tensors import whole_of
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, alone, run_ranks
 from tests.support.sharded import IS_ABLE, Kill
 from tests.support.sums import bits, by_definition
 
@@ -75,9 +74,7 @@ class _Model(helios.Model):
             (self.folder / "bits").write_bytes(found)
 
 
-def _fit(rank: int, folder: Path, given: dict[str, Any], *plugins: Plugin) -> _Model:
-    if dist.get_world_size() == 1:
-        dist.destroy_process_group()
+def _fit(rank: int, folder: Path, given: dict[str, Any], *plugins: Plugin) -> tuple[Any, list[str]]:
     folder.mkdir(exist_ok=True)
     trainer = helios.Trainer(
         plugins=plugins,
@@ -93,19 +90,13 @@ def _fit(rank: int, folder: Path, given: dict[str, Any], *plugins: Plugin) -> _M
         },
     )
     model = _Model(folder)
-    trainer.fit(model, _Data())
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return model
-
-
-def _start(rank: int, *args: Any) -> tuple[Any, list[str]]:
-    model = _fit(rank, *args)
+    with alone():
+        trainer.fit(model, _Data())
     return model.seen, model.log
 
 
 def _train(folder: Path, num_processes: int, *plugins: Plugin, **given: Any) -> Any:
-    found = run_ranks(_start, num_processes, folder, given, *plugins)
+    found = run_ranks(_fit, num_processes, folder, given, *plugins)
     return (folder / "bits").read_bytes(), *found[0]
 
 

@@ -28,6 +28,7 @@ from tests.support.elastic import (
     read_bits,
 )
 from tests.support.faults import KILLS, Fault, Faults, Operation, make_store
+from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
 
 _NUM_STEPS = 7
@@ -211,18 +212,15 @@ def test_all_ranks_end_with_the_same_error_at_the_next_safe_point(
     finish(folder, mode, whole)
 
 
-class Slow(Plugin):
+class Slow(Quiet):
     """Holds up the writer of rank 0 until the training has come to an iteration, or for a time."""
 
     unsaved = ("gate", "until", "seconds", "was_open")
 
     def __init__(self, until: int = 0, seconds: float = 0.0) -> None:
-        super().__init__("slow")
+        super().__init__()
         self.until, self.seconds = until, seconds
         self.gate: threading.Event | None = None
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_fit_start(self) -> None:
         if self.context.rank != 0:

@@ -14,15 +14,9 @@ import pytest
 
 import helios
 from tests.support.elastic import Bits, Elastic, assert_same, read_bits, train
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
-from tests.support.signals import (
-    SignalAt,
-    codes,
-    newest,
-    start,
-    stick,
-    undisturbed,
-)
+from tests.support.signals import SignalAt, codes, newest, start, stick, undisturbed
 from tests.support.slurm_cluster import wait_until
 
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
@@ -123,19 +117,16 @@ def test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them(tmp_path: Path
     assert newest(tmp_path) == (1, 3)
 
 
-class Hanging(helios.Plugin):
+class Hanging(Quiet):
     """Ranks that wait in C for what never comes, as in a collective of NCCL; one of them fails.
 
     Each leaves a file just before.
     """
 
     def __init__(self, failing: int | None, folder: Path) -> None:
-        super().__init__("hanging")
+        super().__init__()
         self.failing = failing
         self.folder = folder
-
-    def setup(self) -> None:
-        """Nothing is to be made."""
 
     def on_training_batch_end(self, *_: Any) -> None:
         if self.context.global_rank == self.failing:

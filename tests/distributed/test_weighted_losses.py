@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import helios
@@ -23,7 +21,7 @@ from helios.core.sharded_tensors import whole_of
 from helios.loops import OptimizerLoop
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, alone, run_ranks
 from tests.support.sharded import IS_ABLE, Kill
 from tests.support.sums import bits, by_definition
 
@@ -110,14 +108,8 @@ def _kind_of(form: str) -> type[_Model]:
     return _Yielding if form == "yield" else _Model
 
 
-def _fit(rank: int, folder: Path, setting: _Setting, *plugins: Plugin) -> tuple[Any, str]:
-    """Return the indices that each iteration has trained on, and the warnings."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("helios").addHandler(handler)
-    if dist.get_world_size() == 1:
-        dist.destroy_process_group()
+def _fit(rank: int, folder: Path, setting: _Setting, *plugins: Plugin) -> dict[int, list[int]]:
+    """Return the indices that each iteration has trained on."""
     folder.mkdir(exist_ok=True)
     trainer = helios.Trainer(
         num_replicas=setting.num_replicas,
@@ -135,11 +127,9 @@ def _fit(rank: int, folder: Path, setting: _Setting, *plugins: Plugin) -> tuple[
     if setting.form in ("own", "twice"):
         trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=_Own(setting.form))
     model = _kind_of(setting.form)(folder, setting.form)
-    trainer.fit(model, _Data())
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    logging.getLogger("helios").removeHandler(handler)
-    return model.seen, "\n".join(said)
+    with alone():
+        trainer.fit(model, _Data())
+    return model.seen
 
 
 def _train(folder: Path, num_processes: int, setting: _Setting, *plugins: Plugin) -> Any:
@@ -185,7 +175,7 @@ def test_gradients_are_sums_that_are_divided_once(
 ) -> None:
     setting = _Setting(num_replicas, accumulation, form, {"clip_norm": 0.5})
     found, losses, ranks = _train(tmp_path, 1, setting)
-    seen = {n: [index for part, _ in ranks for index in part[n]] for n in ranks[0][0]}
+    seen = {n: [index for part in ranks for index in part[n]] for n in ranks[0]}
     expected, means = _by_hand(seen, accumulation, clip=0.5)
     assert found == expected
     if num_replicas == 1:

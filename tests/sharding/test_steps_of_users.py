@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import helios
 from helios.core.sharded_tensors import local_of
 from helios.plugins import Plugin
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, alone, run_ranks
 from tests.support.sharded import WIDTH, WORDS, Words
 
 
@@ -191,8 +190,6 @@ def fit(
     *plugins: Plugin,
     num_replicas: int = 3,
 ) -> None:
-    if dist.get_world_size() == 1:
-        dist.destroy_process_group()
     trainer = helios.Trainer(
         train_unit="iteration",
         total_steps=3,
@@ -204,9 +201,8 @@ def fit(
         use_cpu=True,
         print_banner=False,
     )
-    trainer.fit(model, Data())
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with alone():
+        trainer.fit(model, Data())
 
 
 def read_ledger(folder: Path) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.plugins import Plugin
+from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import Sharded, ShardedModel, fit, read_bits, train
 
@@ -35,14 +35,8 @@ class Reading(OwnState):
         super().load_state_dict(state_dict, fast_init)
 
 
-class Halving(Plugin):
+class Halving(Quiet):
     """Halves a weight while it is loaded."""
-
-    def __init__(self) -> None:
-        super().__init__("halving")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint["model"]["objects"]["net"]

@@ -8,7 +8,6 @@ of a replica appends a line to a file of its process, so that what a killed run 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import random
@@ -276,9 +275,3 @@ def assert_same(found: Bits, expected: Bits) -> None:
     different = [name for name, bits in expected.state.items() if found.state.get(name) != bits]
     assert not different, f"{different} differ at the end"
     assert found.ledger == expected.ledger
-
-
-def fingerprint(bits: Bits) -> str:
-    """Return one digest of a run."""
-    text = json.dumps([sorted(bits.means.items()), sorted(bits.state.items())], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()

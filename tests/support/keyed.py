@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import helios
 from helios.core.sharded_tensors import whole_of
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support.ranks import run_ranks
+from tests.support.ranks import alone, run_ranks
 
 WIDTH, WORDS, LENGTH = 12, 29, 7
 
@@ -221,8 +220,6 @@ class KeyedData(helios.DataModule):
 
 def fit_keyed(rank: int, folder: Path, setting: Keyed, *plugins: Plugin) -> None:
     """Train as a rank."""
-    if dist.get_world_size() == 1:
-        dist.destroy_process_group()
     folder.mkdir(exist_ok=True)
     trainer = helios.Trainer(
         train_unit="iteration",
@@ -239,9 +236,8 @@ def fit_keyed(rank: int, folder: Path, setting: Keyed, *plugins: Plugin) -> None
             **setting.options,
         },
     )
-    trainer.fit(KeyedModel(folder, setting), KeyedData())
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with alone():
+        trainer.fit(KeyedModel(folder, setting), KeyedData())
 
 
 def train_keyed(folder: Path, num_processes: int, setting: Keyed, *plugins: Plugin) -> None:

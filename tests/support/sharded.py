@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, dropout, gelu
@@ -27,7 +26,7 @@ from helios.core.sharded_tensors import whole_of
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
-from tests.support.ranks import run_ranks
+from tests.support.ranks import alone, run_ranks
 
 IS_ABLE = "set_reduce_scatter_unused_params" in dir(FSDPModule)
 """Whether this PyTorch has an FSDP that reduces as we say."""
@@ -211,8 +210,6 @@ def fit(
     kind: type[ShardedModel] = ShardedModel,
 ) -> dict[str, Any]:
     """Train a model of a kind as a rank; returns the scores of the last validation."""
-    if dist.get_world_size() == 1:
-        dist.destroy_process_group()
     folder.mkdir(exist_ok=True)
     trainer = helios.Trainer(
         train_unit="iteration",
@@ -226,9 +223,8 @@ def fit(
         **{"chkpt_root": folder, "chkpt_frequency": 1, **setting.options},
     )
     model = kind(folder, setting)
-    trainer.fit(model, Data(setting))
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with alone():
+        trainer.fit(model, Data(setting))
     return {**model.metrics, "num_seen": model.num_seen, "num_trained": model.num_trained}
 
 

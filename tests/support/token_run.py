@@ -24,7 +24,6 @@ from helios.ledger.book import FILE_NAME
 from helios.plugins import Plugin
 from helios.plugins.averaging import EMA
 from helios.state import TrainingState
-from tests.support.quiet import Quiet
 from tests.support.runs import digest
 
 NAME = "tokens"
@@ -140,19 +139,6 @@ class TokenModel(helios.Model):
 
     def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
         return {"loss": (self._loss(batch) * len(batch[0]), len(batch[0]))}
-
-
-class KillSelf(Quiet):
-    """Sends SIGKILL to this process when an event of an iteration is told."""
-
-    def __init__(self, event: str, iteration: int) -> None:
-        super().__init__("kill-self")
-        self.iteration = iteration
-        setattr(self, event, self._act)
-
-    def _act(self, *_: Any) -> None:
-        if self.context.state.global_iteration >= self.iteration:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_tokens(folder: Path, run: TokenRun, plugins: Iterable[Plugin] = ()) -> None:
