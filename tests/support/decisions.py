@@ -43,6 +43,7 @@ from tests.support.decision_cells import (
     Cell,
     cells_of,
 )
+from tests.support.faults import committed
 from tests.support.ranks import run_ranks
 from tests.support.runs import RETURNS
 
@@ -145,7 +146,7 @@ class Deed:
         if context is None or cell.moment not in FIRST_ITERATION:
             return True
         if cell.moment == TRIAL:
-            return bool(context.is_sanity_check) or "validation" not in cell.event
+            return bool(context.is_sanity_check) or "sanity_check" in cell.event
         iteration = context.state.global_iteration
         if cell.is_late:
             # The second poll of an iteration stands behind a validation or an epoch.
@@ -254,9 +255,11 @@ class Outcome(NamedTuple):
     saves: tuple[int, ...]
     rest: str
 
-    def show(self) -> str:
-        """Return it as text."""
-        return f"{self.end}, saves {_join(self.saves)}, {self.rest}"
+    def show(self, kept: list[int]) -> str:
+        """Return it as text, with the saves that did not reach the disk."""
+        lost = [number for number in self.saves if number not in kept]
+        failed = f" without {_join(lost)}" if lost else ""
+        return f"{self.end}, saves {_join(self.saves)}{failed}, {self.rest}"
 
 
 def _play(rank: int, cell: Cell, folder: Path) -> Outcome:
@@ -305,9 +308,10 @@ def play(cells: list[Cell], num_processes: int = 1) -> dict[Cell, str]:
         else:
             ranks = run_ranks(_play_all, num_processes, cells, root, timeout=_GROUP_SECONDS)
         found = {}
-        for cell, *seen in zip(cells, *ranks, strict=True):
+        for number, (cell, *seen) in enumerate(zip(cells, *ranks, strict=True)):
+            kept = committed(root / str(number) / "run")
             # Where processes do not see the same, all of it is told.
-            texts = dict.fromkeys(outcome.show() for outcome in seen)
+            texts = dict.fromkeys(outcome.show(kept) for outcome in seen)
             found[cell] = " BUT ".join(texts)
     return found
 
