@@ -6,8 +6,6 @@ compared on bytes, undisturbed and after kills with a restart on another number 
 
 from __future__ import annotations
 
-import contextlib
-import random
 from pathlib import Path
 from typing import Any
 
@@ -174,25 +172,4 @@ def test_after_a_kill_another_number_of_processes_goes_on(
     with pytest.raises(RankError, match="-9"):
         run(tmp_path / "several", 3, setting, KillRank(event, iteration, rank))
     run(tmp_path / "several", 2, setting)
-    assert_same(read_bits(tmp_path / "several"), alone)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(6))
-def test_kills_at_random_moments_change_no_bit(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    num_replicas = chance.choice((3, 4, 6))
-    setting = make_setting(num_replicas, chance.choice((1, 2)), num_workers=chance.choice((0, 1)))
-    alone = run_to_end(tmp_path / "alone", 1, setting)
-    events = ["on_training_batch_start", "on_forward_end", "on_backward_end", "on_log"]
-    events += ["on_optimizer_step_end", "on_training_batch_end", "on_save_checkpoint"]
-    iteration = 0
-    for _ in range(5):
-        iteration += chance.randint(1, 3)
-        num_processes = chance.randint(1, min(4, num_replicas))
-        rank = chance.choice((None, chance.randrange(num_processes)))
-        kill = KillRank(chance.choice(events), iteration, rank)
-        with contextlib.suppress(RankError):  # the run may be over before the kill
-            run(tmp_path / "several", num_processes, setting, kill)
-    run(tmp_path / "several", chance.randint(1, min(4, num_replicas)), setting)
     assert_same(read_bits(tmp_path / "several"), alone)

@@ -5,7 +5,6 @@ Each test starts Python many times, so all but one are in the second tier.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -64,23 +63,3 @@ def test_every_start_may_be_made_in_another_way(
     code, log = start(mixed, *options, torchrun=processes[0])
     assert code == 0, log
     assert_same(read_bits(mixed), alone)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("event", "rank"),
-    [("on_backward_start", 2), ("on_validation_batch_start", 0), ("on_save_checkpoint", 1)],
-)
-def test_a_killed_rank_ends_the_others_within_ten_seconds(
-    tmp_path: Path, event: str, rank: int
-) -> None:
-    options = (*EACH_STEP, "--replicas", 4, "--steps", 12)
-    alone, folder = train_alone(tmp_path / "alone", *options), tmp_path / "cut"
-    folder.mkdir()
-    _, log = start(folder, *options, "--nproc", 3, *kill(event, 5, rank))
-    steps = folder / f"turns-{rank}.jsonl"
-    assert time.time() - steps.stat().st_mtime < 20, "a step, and the end"
-    assert f"Rank {rank} of 3 was ended by SIGKILL" in log
-    code, log = start(folder, *options, torchrun=2)
-    assert code == 0, log
-    assert_same(read_bits(folder), alone)

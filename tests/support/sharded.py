@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from helios import Unit
 from helios.core.sharded_tensors import whole_of
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support.quiet import Quiet
+from tests.support.elastic import KillRank
 from tests.support.ranks import alone, run_ranks
 
 IS_ABLE = "set_reduce_scatter_unused_params" in dir(FSDPModule)
@@ -188,18 +186,11 @@ class Data(helios.DataModule):
             self._valid_dataset = self._create_dataset(Words(self.setting.num_valid), params)
 
 
-class Kill(Quiet):
+class Kill(KillRank):
     """Sends SIGKILL to one rank in the backward of an iteration."""
 
     def __init__(self, iteration: int, rank: int) -> None:
-        super().__init__("kill")
-        self.iteration = iteration
-        self.killed_rank = rank
-
-    def on_backward_start(self, loss: Tensor) -> None:
-        is_there = self.context.state.global_iteration == self.iteration
-        if is_there and self.context.global_rank == self.killed_rank:
-            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__("on_backward_start", iteration, rank)
 
 
 def fit(

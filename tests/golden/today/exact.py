@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from helios import Model, Plugin
+from helios import DataLoaderParams, DataModule, Model, Plugin, Trainer
 from helios.core import rng
 
 WIDTH = 4
@@ -74,6 +75,38 @@ class Exact(nn.Module):
         """Return everything that is exact."""
         named = [*self.named_parameters(), *self.named_buffers()]
         return {name: bits(value) for name, value in named if "running" not in name}
+
+
+class NumberData(DataModule):
+    """Numbers to train and to validate on.
+
+    Args:
+        length: how many to train on.
+        valid: how many to validate on.
+        valid_params: how; by default in batches of the size of the training.
+        **params: how they are trained on.
+    """
+
+    def __init__(
+        self, length: int, valid: int = 0, valid_params: Any = None, **params: Any
+    ) -> None:
+        super().__init__()
+        self.lengths = length, valid
+        self.all_params = params, valid_params or {"batch_size": params["batch_size"]}
+
+    def setup(self) -> None:
+        datasets = [
+            self._create_dataset(Numbers(length), DataLoaderParams(**params)) if length else None
+            for length, params in zip(self.lengths, self.all_params, strict=True)
+        ]
+        self._train_dataset, self._valid_dataset = datasets
+
+
+def fit(root: Path, model: Model, data: DataModule, **options: Any) -> None:
+    """Train by iterations, with a checkpoint at each, unless the options say something else."""
+    given = {"train_unit": "iteration", "chkpt_frequency": 1, "chkpt_root": root}
+    trainer = Trainer(**{**given, "print_banner": False, "use_cpu": True, **options})
+    trainer.fit(model, data)
 
 
 class Record:
@@ -200,6 +233,9 @@ class Counting(Plugin):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.sums, self.last = state_dict["sums"], state_dict["last"]
 
+    def describe(self) -> str:
+        return f"counting {self.sums} {bits(self.last)}"
+
 
 class Plain(Plugin):
     """A plugin without ``state_dict`` that training changes: what becomes of it is not compared."""
@@ -222,6 +258,13 @@ class ExactModel(Model):
     def __init__(self, record: Record, name: str) -> None:
         super().__init__(name)
         self.record = record
+
+    def train_step(self, batch: Any, state: Any) -> Any:
+        ids, numbers = batch
+        loss = self.net.loss(ids, numbers)
+        self._loss_items["loss"] = loss.detach()
+        self.record.step(state.global_iteration, ids, numbers, loss)
+        return loss
 
     def on_training_batch_end(self, state: Any, should_log: bool = False) -> None:
         super().on_training_batch_end(state, should_log)
