@@ -75,35 +75,19 @@ class Curve(Tasks):
         return sum(super().train_step(batch, state).values())
 
 
-def combine(parameters: list[Tensor], gradients: list[list[Tensor | None]]) -> None:
-    """Put one gradient of two into parameters, each without what opposes the other one."""
-    flat = []
-    for each in gradients:
-        pairs = zip(parameters, each, strict=True)
-        parts = [torch.zeros_like(p) if g is None else g for p, g in pairs]
-        flat.append(torch.cat([part.flatten() for part in parts]))
-    first, second = flat
-    product = (first * second).sum()
-    if product < 0:
-        first, second = (
-            first - product / (second * second).sum() * second,
-            second - product / (first * first).sum() * first,
-        )
-    sizes = [p.numel() for p in parameters]
-    for parameter, part in zip(parameters, (first + second).split(sizes), strict=True):
-        parameter.grad = part.view_as(parameter)
-
-
 class Surgery(Tasks):
-    """Gradient surgery."""
+    """Gradient surgery: of two gradients that oppose each other only the first one counts."""
 
     def backward(self, losses: Mapping[str, Tensor]) -> None:
         parameters, gradients = self.optimizer.param_groups[0]["params"], []
         for loss in losses.values():
             self.engine.backward_loss(loss, retain_graph=True)
-            gradients.append([p.grad for p in parameters])
+            gradients.append(
+                [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            )
             self.optimizer.zero_grad()
-        combine(parameters, gradients)
+        for parameter, first, second in zip(parameters, *gradients, strict=True):
+            parameter.grad = first + second if (first * second).sum() >= 0 else first
 
 
 class Sharpness(OptimizerLoop):
@@ -207,12 +191,7 @@ class NoisyEngine(Engine):
 
 @dataclass(frozen=True)
 class Extension:
-    """What a training is made of.
-
-    Attributes:
-        refused: the error of a run that has more replicas than processes; empty if any number of
-            processes may run it.
-    """
+    """What a training is made of; ``refused`` is the error where a process has two replicas."""
 
     make_model: Callable[[str], Model]
     make_data: Callable[[], DataModule] = Data

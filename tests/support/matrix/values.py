@@ -85,11 +85,7 @@ class Replay:
 
 
 class Value(ABC):
-    """A kind of value, as an attribute of an owner.
-
-    Attributes:
-        is_savable: whether it must be saved; what is not must be named.
-    """
+    """A kind of value, as an attribute of an owner; what is not savable must be named."""
 
     is_savable = True
 
