@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from helios.plugins import Plugin
-from helios.replicas.tree_reducer import TreeReducer
 from helios.state import TrainingState
 from tests.support.elastic import Bits, Elastic, KillRank, assert_same, read_bits, train
 from tests.support.quiet import Quiet
@@ -92,35 +89,6 @@ def test_any_number_of_processes_gives_the_same_bits(
     assert_same(several, alone)
     replicas = {replica for _, replica in alone.turns}
     assert replicas == set(range(num_replicas))
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("unit", ["epoch", "iteration"])
-def test_workers_and_epochs_change_no_bit_either(tmp_path: Path, unit: str) -> None:
-    steps = 3 if unit == "epoch" else 12
-    setting = Elastic(num_replicas=3, unit=unit, total_steps=steps, accumulation=2)
-    alone = run_to_end(tmp_path / "alone", 1, setting)
-    with_workers = Elastic(**{**vars(setting), "num_workers": 2})
-    assert_same(run_to_end(tmp_path / "several", 2, with_workers), alone)
-
-
-def _work_with_stock_reduction(rank: int, folder: Path, setting: Elastic) -> None:
-    def reduce(self: TreeReducer, sums: dict[range, torch.Tensor]) -> torch.Tensor:
-        (tensor,) = sums.values()
-        dist.all_reduce(tensor)
-        return tensor
-
-    TreeReducer.all_reduce = reduce  # type: ignore[method-assign, assignment]
-    train(folder, setting)
-
-
-@pytest.mark.shows("E43")
-def test_a_stock_all_reduce_gives_other_bits_on_three_ranks(tmp_path: Path) -> None:
-    setting = make_setting(3, 1)
-    alone = run_to_end(tmp_path / "alone", 1, setting)
-    run_ranks(_work_with_stock_reduction, 3, tmp_path / "stock", setting)
-    with pytest.raises(AssertionError, match="differ"):
-        assert_same(read_bits(tmp_path / "stock"), alone)
 
 
 @pytest.mark.shows("H7", "P4")

@@ -13,8 +13,8 @@ import helios
 from helios.core.sharded_tensors import whole_of
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support.ranks import RankError, alone, run_ranks
-from tests.support.sharded import IS_ABLE, Kill
+from tests.support.ranks import RankError, run_ranks
+from tests.support.sharded import IS_ABLE, Kill, train_here
 from tests.support.sums import bits, by_definition
 
 _CLIP = 0.25
@@ -75,23 +75,9 @@ class _Model(helios.Model):
 
 
 def _fit(rank: int, folder: Path, given: dict[str, Any], *plugins: Plugin) -> tuple[Any, list[str]]:
-    folder.mkdir(exist_ok=True)
-    trainer = helios.Trainer(
-        plugins=plugins,
-        **{
-            "train_unit": "iteration",
-            "total_steps": 4,
-            "chkpt_root": folder,
-            "chkpt_frequency": 1,
-            "use_cpu": True,
-            "print_banner": False,
-            "clip_norm": _CLIP,
-            **given,
-        },
-    )
     model = _Model(folder)
-    with alone():
-        trainer.fit(model, _Data())
+    options = {"total_steps": 4, "clip_norm": _CLIP, **given}
+    train_here(folder, model, _Data(), *plugins, **options)
     return model.seen, model.log
 
 

@@ -15,8 +15,8 @@ from torch.nn.functional import mse_loss
 
 import helios
 from helios.plugins import Plugin
-from tests.support.ranks import RankError, alone, run_ranks
-from tests.support.sharded import WIDTH, WORDS, Words
+from tests.support.ranks import RankError, run_ranks
+from tests.support.sharded import WIDTH, WORDS, Words, train_here
 
 
 class Net(nn.Module):
@@ -155,19 +155,8 @@ def fit(
     *plugins: Plugin,
     num_replicas: int = 3,
 ) -> None:
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=3,
-        num_replicas=num_replicas,
-        sharding=sharding,
-        chkpt_root=folder,
-        chkpt_frequency=1,
-        plugins=plugins,
-        use_cpu=True,
-        print_banner=False,
-    )
-    with alone():
-        trainer.fit(model, Data())
+    options = {"total_steps": 3, "num_replicas": num_replicas, "sharding": sharding}
+    train_here(folder, model, Data(), *plugins, **options)
 
 
 def read_ledger(folder: Path) -> bytes:

@@ -14,7 +14,8 @@ import helios
 from helios.core.sharded_tensors import whole_of
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support.ranks import alone, run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.sharded import train_here
 
 WIDTH, WORDS, LENGTH = 12, 29, 7
 
@@ -220,24 +221,9 @@ class KeyedData(helios.DataModule):
 
 def fit_keyed(rank: int, folder: Path, setting: Keyed, *plugins: Plugin) -> None:
     """Train as a rank."""
-    folder.mkdir(exist_ok=True)
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=setting.total_steps,
-        num_replicas=4,
-        use_cpu=True,
-        print_banner=False,
-        plugins=plugins,
-        **{
-            "sharding": setting.sharding,
-            "init": "keyed",
-            "chkpt_root": folder,
-            "chkpt_frequency": 1,
-            **setting.options,
-        },
-    )
-    with alone():
-        trainer.fit(KeyedModel(folder, setting), KeyedData())
+    options = {"total_steps": setting.total_steps, "num_replicas": 4, "init": "keyed"}
+    options |= {"sharding": setting.sharding, **setting.options}
+    train_here(folder, KeyedModel(folder, setting), KeyedData(), *plugins, **options)
 
 
 def train_keyed(folder: Path, num_processes: int, setting: Keyed, *plugins: Plugin) -> None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import helios
 from helios import Unit
 from helios.core.sharded_tensors import whole_of
+from helios.loops import OptimizerLoop
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.elastic import KillRank
@@ -193,6 +194,25 @@ class Kill(KillRank):
         super().__init__("on_backward_start", iteration, rank)
 
 
+def train_here(
+    folder: Path,
+    model: helios.Model,
+    data: helios.DataModule,
+    *plugins: Plugin,
+    optimizer_loop: OptimizerLoop | None = None,
+    **options: Any,
+) -> None:
+    """Train as a rank, by iterations and with a checkpoint at each unless options say else."""
+    folder.mkdir(exist_ok=True)
+    given = {"train_unit": "iteration", "chkpt_root": folder, "chkpt_frequency": 1}
+    given |= {"use_cpu": True, "print_banner": False, "plugins": plugins}
+    trainer = helios.Trainer(**{**given, **options})
+    if optimizer_loop is not None:
+        trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=optimizer_loop)  # type: ignore[union-attr]
+    with alone():
+        trainer.fit(model, data)
+
+
 def fit(
     rank: int,
     folder: Path,
@@ -201,21 +221,15 @@ def fit(
     kind: type[ShardedModel] = ShardedModel,
 ) -> dict[str, Any]:
     """Train a model of a kind as a rank; returns the scores of the last validation."""
-    folder.mkdir(exist_ok=True)
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=setting.total_steps,
-        num_replicas=setting.num_replicas,
-        sharding=setting.sharding,
-        valid_frequency=2 if setting.num_valid else None,
-        use_cpu=True,
-        print_banner=False,
-        plugins=plugins,
-        **{"chkpt_root": folder, "chkpt_frequency": 1, **setting.options},
-    )
     model = kind(folder, setting)
-    with alone():
-        trainer.fit(model, Data(setting))
+    options = {
+        "total_steps": setting.total_steps,
+        "num_replicas": setting.num_replicas,
+        "sharding": setting.sharding,
+        "valid_frequency": 2 if setting.num_valid else None,
+        **setting.options,
+    }
+    train_here(folder, model, Data(setting), *plugins, **options)
     return {**model.metrics, "num_seen": model.num_seen, "num_trained": model.num_trained}
 
 
