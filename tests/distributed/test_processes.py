@@ -22,7 +22,7 @@ from helios.distributed.collectives import get_global_rank
 from helios.errors import CheckpointError, RunMismatchError
 from helios.start import origin
 from tests.distributed import train_script
-from tests.launch.test_launcher import all_gone
+from tests.support.kills import all_gone
 from tests.support.ranks import run_ranks
 from tests.support.signals import environment
 from tests.support.warned import collect_warnings

@@ -98,19 +98,6 @@ def test_a_killed_run_goes_on_in_other_processes(
     assert read_bits(tmp_path / "run")[1:] == expected["gpt"][1:]
 
 
-@pytest.mark.shows("P107")
-def test_a_run_does_not_change_how_it_is_initialized_unless_it_is_allowed(tmp_path: Path) -> None:
-    setting = replace(WHOLE, network="gpt", total_steps=1)
-    train_keyed(tmp_path, 1, setting)
-    longer = replace(setting, total_steps=2, options={"init": "setup"})
-    with pytest.raises(RankError, match="init: 'keyed' -> 'setup'"):
-        train_keyed(tmp_path, 1, longer)
-    options = {"init": "setup", "allow_changes": ("init",)}
-    train_keyed(tmp_path, 1, replace(longer, options=options))
-    with pytest.raises(RankError, match="init: 'setup' -> 'keyed'"):
-        train_keyed(tmp_path, 1, replace(setting, total_steps=3))
-
-
 class Large(KeyedModel):
     """Has units that are much larger than everything else."""
 

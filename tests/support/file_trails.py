@@ -149,9 +149,6 @@ class Told(Plugin):
         if self.trail is not None:
             self.trail.add(f"{name}()")
 
-    def setup(self) -> None:
-        self._tell("setup")
-
     def on_training_step_start(self, state: TrainingState) -> None:
         self._tell("on_training_step_start")
         if state.global_iteration == self.dies_at:
@@ -170,7 +167,7 @@ def _make_teller(name: str) -> Callable[..., None]:
 
 
 for _name in (
-    *("on_load_checkpoint", "on_checkpoint_loaded", "on_fit_start", "on_training_start"),
+    *("setup", "on_load_checkpoint", "on_checkpoint_loaded", "on_fit_start", "on_training_start"),
     *("on_training_resume", "on_testing_start", "on_testing_end", "on_save_checkpoint"),
     *("on_training_end", "on_exception", "on_fit_end", "teardown"),
 ):
@@ -234,9 +231,6 @@ class Line(Stepless):
         return self.net(batch[0]).square().mean()
 
 
-Act = Callable[..., Any]
-
-
 @dataclasses.dataclass(frozen=True)
 class Wrong:
     """Something wrong that a call refuses.
@@ -280,9 +274,7 @@ WRONGS = {
     ),
     "prepare_data() fails": Wrong("OSError", "no network"),
     "another run holds the lock": Wrong(
-        "FolderInUseError",
-        "in use by another run",
-        spoil=_hold_the_lock,
+        "FolderInUseError", "in use by another run", spoil=_hold_the_lock
     ),
     "the folder is of another run": Wrong(
         "RunMismatchError", "belongs to the run", {"run_name": "other"}
@@ -317,7 +309,7 @@ class Situation:
     title: str
     refuses: tuple[str, ...] = ()
     before: int | None = None
-    act: Act = helios.Trainer.fit
+    act: Callable[..., Any] = helios.Trainer.fit
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -422,7 +414,9 @@ def play(folder: Path, situation: Situation, wrongs: Collection[str] = ()) -> Pl
 
     def work() -> Played:
         trail = Trail(folder)
-        plugins = _make_plugins(trail, wrongs)
+        plugins: list[Plugin] = [Told(trail)]
+        if "one score has two modes" in wrongs:
+            plugins.append(EarlyStopping("score", patience=9, mode="min"))
         options = dict(situation.options)
         for name in wrongs:
             WRONGS[name].spoil(folder)
@@ -445,22 +439,12 @@ def play(folder: Path, situation: Situation, wrongs: Collection[str] = ()) -> Pl
     return played
 
 
-def _make_plugins(trail: Trail, wrongs: Collection[str]) -> list[Plugin]:
-    told: list[Plugin] = [Told(trail)]
-    if "one score has two modes" in wrongs:
-        told.append(EarlyStopping("score", patience=9, mode="min"))
-    return told
-
-
 @contextmanager
 def _without(folder: Path, wrongs: Collection[str]) -> Iterator[None]:
     """Keep the files away that are gone."""
-    places = [
-        place
-        for name in wrongs
-        if WRONGS[name].gone
-        for place in (folder / "runs" / "net").glob(WRONGS[name].gone)
-    ]
+    run = folder / "runs" / "net"
+    patterns = [WRONGS[name].gone for name in wrongs if WRONGS[name].gone]
+    places = [place for pattern in patterns for place in run.glob(pattern)]
     for place in places:
         place.rename(folder.parent / place.name)
     try:

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, get_worker_info
 import helios
 from helios import CheckpointStore, DataLoaderParams
 from helios.start import hangs
+from tests.support.kills import all_gone
 
 SECONDS = 150
 """How long a start may take at most."""
@@ -182,19 +183,8 @@ def _serve(rank: int, count: int, port: int, log: Path, folder: Path, **options:
 
 
 def survives(pid: int) -> bool:
-    """Whether a process goes on; one that was killed may need a moment on a busy machine."""
-    deadline = time.monotonic() + 30
-    while _is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return _is_running(pid)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+    """Whether a process goes on."""
+    return not all_gone([pid])
 
 
 def list_workers(folder: Path) -> list[int]:

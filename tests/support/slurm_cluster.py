@@ -18,14 +18,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-_PACKAGES = {
-    "munged": "munge",
-    "slurmctld": "slurm-wlm",
-    "slurmd": "slurm-wlm",
-    "sbatch": "slurm-wlm",
-    "srun": "slurm-wlm",
-    "scontrol": "slurm-wlm",
-}
+_PACKAGES = {"munged": "munge"}
+_PACKAGES |= dict.fromkeys(("slurmctld", "slurmd", "sbatch", "srun", "scontrol"), "slurm-wlm")
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 # Four files that stand for the GPUs of a node: SLURM counts only devices that exist.
 _DEVICES = ("null", "zero", "full", "random")
@@ -137,14 +131,7 @@ class Cluster:
         self._stack.callback(_end, daemon)
 
     def _states(self) -> list[str]:
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--format=%t"],
-            env=self.variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.stdout.split()
+        return self.call("sinfo", "--noheader", "--Node", "--format=%t", check=False).split()
 
     def _end_jobs(self) -> None:
         self.call("scancel", f"--user={getpass.getuser()}", check=False)
