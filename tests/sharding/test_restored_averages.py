@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from helios.plugins import EMA
-from tests.support.keyed import Keyed, digest_of, fit_keyed
+from tests.support.keyed import Keyed, fit_keyed
 from tests.support.ranks import run_ranks
+from tests.support.sharded import digest_of
 
 SETTING = Keyed(network="gpt", total_steps=2)
 

@@ -23,26 +23,8 @@ import helios
 from helios.hooks.events import asks_nothing
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support.decision_cells import (
-    EARLY_STOP,
-    FIRST_ITERATION,
-    GOLDEN,
-    GROUPS,
-    IMPROVEMENT,
-    INTERRUPT,
-    MID,
-    OVERFLOW,
-    POLL,
-    REQUEST_CHECKPOINT,
-    REQUEST_STOP,
-    RESUME,
-    SIGNAL,
-    SKIP_STEP,
-    STOP_ITERATION,
-    TRIAL,
-    Cell,
-    cells_of,
-)
+from tests.support import decision_cells as table
+from tests.support.decision_cells import GOLDEN, Cell, cells_of
 from tests.support.faults import committed
 from tests.support.ranks import run_ranks
 from tests.support.runs import RETURNS
@@ -132,7 +114,7 @@ class Deed:
         if event != self._cell.event:
             return None
         number = self._tellings[event] = self._tellings.get(event, 0) + 1
-        if self._cell.kind in (POLL, IMPROVEMENT):
+        if self._cell.kind in (table.POLL, table.IMPROVEMENT):
             return self._is_asking and number == self._cell.number
         if not self._is_its_moment(number):
             return None
@@ -141,34 +123,34 @@ class Deed:
 
     def _is_its_moment(self, number: int) -> bool:
         cell, context = self._cell, self._seen.context
-        if self._is_done or cell.kind == EARLY_STOP:
+        if self._is_done or cell.kind == table.EARLY_STOP:
             return False
-        if context is None or cell.moment not in FIRST_ITERATION:
+        if context is None or cell.moment not in table.FIRST_ITERATION:
             return True
-        if cell.moment == TRIAL:
+        if cell.moment == table.TRIAL:
             return bool(context.is_sanity_check) or "sanity_check" in cell.event
         iteration = context.state.global_iteration
         if cell.is_late:
             # The second poll of an iteration stands behind a validation or an epoch.
             was_asked, self._last = self._last == iteration, iteration
-            return was_asked and iteration >= FIRST_ITERATION[cell.moment]
-        return bool(iteration >= FIRST_ITERATION[cell.moment])
+            return was_asked and iteration >= table.FIRST_ITERATION[cell.moment]
+        return bool(iteration >= table.FIRST_ITERATION[cell.moment])
 
     def _do(self) -> Any:
         context, kind = self._seen.context, self._cell.kind
-        if kind == REQUEST_CHECKPOINT:
+        if kind == table.REQUEST_CHECKPOINT:
             context.request_checkpoint()
-        elif kind == REQUEST_STOP:
+        elif kind == table.REQUEST_STOP:
             context.request_stop("enough")
-        elif kind == INTERRUPT:
+        elif kind == table.INTERRUPT:
             context.interrupt("the time is over")
-        elif kind == SKIP_STEP:
+        elif kind == table.SKIP_STEP:
             context.skip_step("on purpose")
-        elif kind == STOP_ITERATION:
+        elif kind == table.STOP_ITERATION:
             raise StopIteration
-        elif kind == OVERFLOW:
+        elif kind == table.OVERFLOW:
             return self._overflow()
-        elif kind == SIGNAL:
+        elif kind == table.SIGNAL:
             os.kill(os.getpid(), signal.SIGTERM)
         return None
 
@@ -234,11 +216,11 @@ def _make_trainer(cell: Cell, folder: Path, *plugins: Plugin) -> helios.Trainer:
         valid_frequency=1 if is_by_epoch else 2,
         chkpt_frequency=2 if is_by_epoch else 3,
         print_frequency=2,
-        sanity_steps=int(cell.moment == TRIAL),
+        sanity_steps=int(cell.moment == table.TRIAL),
         accumulation_steps=cell.accumulation,
-        early_stop_cycles={EARLY_STOP: cell.number, IMPROVEMENT: 1}.get(cell.kind),
+        early_stop_cycles={table.EARLY_STOP: cell.number, table.IMPROVEMENT: 1}.get(cell.kind),
         use_cpu=True,
-        precision="fp16" if cell.kind == OVERFLOW else None,
+        precision="fp16" if cell.kind == table.OVERFLOW else None,
         chkpt_root=folder,
         num_replicas=cell.num_replicas,
         plugins=plugins,
@@ -263,9 +245,9 @@ class Outcome(NamedTuple):
 
 
 def _play(rank: int, cell: Cell, folder: Path) -> Outcome:
-    if cell.moment == RESUME:
+    if cell.moment == table.RESUME:
         first = cell._replace(
-            kind=INTERRUPT, event="on_training_batch_end", moment=MID, asking_rank=None
+            kind=table.INTERRUPT, event="on_training_batch_end", moment=table.MID, asking_rank=None
         )
         _fit(rank, first, folder)
     return _fit(rank, cell, folder)
@@ -318,14 +300,14 @@ def play(cells: list[Cell], num_processes: int = 1) -> dict[Cell, str]:
 
 def name_of(cell: Cell, num_processes: int) -> str:
     """Return the name of a line that holds for one number of processes only."""
-    is_alone = cell.asking_rank == num_processes - 1 and cell.kind != SIGNAL
+    is_alone = cell.asking_rank == num_processes - 1 and cell.kind != table.SIGNAL
     return f"{cell} / P={num_processes}{', the last one alone' if is_alone else ''}"
 
 
 def golden_table() -> str:
     """Return the text of the golden file, as the code makes it; takes a minute."""
     lines: dict[str, str] = {}
-    for num_replicas, num_processes in GROUPS:
+    for num_replicas, num_processes in table.GROUPS:
         cells = cells_of(num_replicas, num_processes)
         for cell, outcome in play(cells, num_processes).items():
             if num_processes == 1:

@@ -27,7 +27,7 @@ from helios.ledger.book import FILE_NAME
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
-from tests.support.runs import digest
+from tests.support.runs import digest, digest_checkpoint
 
 SIDE = 6
 CLASSES = 5
@@ -246,20 +246,12 @@ def read_bits(folder: Path) -> Bits:
     """Read what a run has left in its folder."""
     newest = helios.find_last_checkpoint(folder / "elastic")
     assert newest is not None
-    payload = helios.load_checkpoint(newest)
-    state = dict(payload["training_state"].dict(), average_iter_time=0.0)
-    parts = {
-        "name": newest.name,
-        "state": state,
-        "num_replicas": payload["num_replicas"],
-        **{name: payload[name] for name in ("cursor", "tables", "engine", "rng")},
-        **{f"model.{name}": part for name, part in payload["model"]["objects"].items()},
-        "rest of the model": {k: v for k, v in payload["model"].items() if k != "objects"},
-    }
+    names = ("num_replicas", "cursor", "tables", "engine", "rng")
+    state = digest_checkpoint(helios.load_checkpoint(newest), *names)
     return Bits(
         turns=_collect(_read(folder, "turns"), lambda line: (line["iteration"], line["replica"])),
         means=_collect(_read(folder, "means"), lambda line: line["iteration"]),
-        state={name: digest(part) for name, part in parts.items()},
+        state={"name": newest.name, **state},
         ledger=newest.with_name(FILE_NAME).read_text().splitlines(),
     )
 

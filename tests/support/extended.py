@@ -23,7 +23,7 @@ from helios import DataLoaderParams, DataModule, Engine, Model, Plugin, Trainer
 from helios.core import rng
 from helios.ledger.book import FILE_NAME
 from helios.loops import OptimizerLoop
-from tests.support.runs import digest
+from tests.support.runs import digest_checkpoint
 
 
 class Points(Dataset[Any]):
@@ -240,12 +240,9 @@ def read_bits(folder: Path) -> dict[str, str]:
     for run in sorted(each for each in folder.iterdir() if each.is_dir()):
         newest = helios.find_last_checkpoint(run)
         assert newest is not None
-        payload = helios.load_checkpoint(newest)
-        state = dict(payload["training_state"].dict(), average_iter_time=0.0)
-        parts = {name: payload[name] for name in ("cursor", "engine", "rng", "loops")}
-        parts |= {f"model.{name}": part for name, part in payload["model"]["objects"].items()}
-        parts |= {name: part for name, part in payload.items() if name in ("plugins", "tables")}
-        found |= {f"{run.name}/{part}": digest(value) for part, value in parts.items()}
-        found |= {f"{run.name}/name": newest.name, f"{run.name}/state": digest(state)}
+        names = ("cursor", "engine", "rng", "loops", "plugins", "tables")
+        parts = digest_checkpoint(helios.load_checkpoint(newest), *names)
+        found |= {f"{run.name}/{name}": part for name, part in parts.items()}
+        found[f"{run.name}/name"] = newest.name
         found[f"{run.name}/ledger"] = newest.with_name(FILE_NAME).read_text()
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import helios
-from helios.core.sharded_tensors import whole_of
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.ranks import run_ranks
-from tests.support.sharded import train_here
+from tests.support.sharded import digests_of, train_here
 
 WIDTH, WORDS, LENGTH = 12, 29, 7
 
@@ -187,24 +185,14 @@ class KeyedModel(helios.Model):
         self._write("last")
 
     def _write(self, name: str) -> None:
-        tensors = dict(self.net.named_parameters()) | dict(self.net.named_buffers())
-        for key, parameter in [*tensors.items()]:
-            for part, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key} {part}"] = value
-        lines = [f"{key} {digest_of(part)}" for key, part in tensors.items()]
+        text = digests_of(self.net, self.optimizer)
         if self.trainer.global_rank == 0:
-            (self.folder / f"{name}.txt").write_text("\n".join(lines))
+            (self.folder / f"{name}.txt").write_text(text)
 
 
 def is_simple(module: nn.Module) -> bool:
     """Return whether a module may be a unit: what it returns must be no view."""
     return isinstance(module, nn.Conv1d | nn.LayerNorm)
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Return a digest of the whole of a tensor; all processes call this together."""
-    whole = whole_of(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(whole.numpy().tobytes()).hexdigest()[:16]
 
 
 class KeyedData(helios.DataModule):

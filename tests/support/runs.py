@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +276,18 @@ def digest(tree: Any) -> str:
 
     add(tree)
     return parts.hexdigest()
+
+
+def digest_checkpoint(payload: Mapping[str, Any], *names: str) -> dict[str, str]:
+    """Return digests of the model, the state and the parts of these names in a checkpoint."""
+    model = payload["model"]
+    parts = {
+        "state": dict(payload["training_state"].dict(), average_iter_time=0.0),
+        "rest of the model": {key: part for key, part in model.items() if key != "objects"},
+        **{f"model.{name}": part for name, part in model["objects"].items()},
+        **{name: payload[name] for name in names if name in payload},
+    }
+    return {name: digest(part) for name, part in parts.items()}
 
 
 @dataclasses.dataclass

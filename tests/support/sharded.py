@@ -149,25 +149,24 @@ class ShardedModel(helios.Model):
         return {"loss": (loss.item(), len(indices)), "seen": (len(indices), 1)}
 
     def on_training_end(self) -> None:
-        parts = digests_of(self)
+        text = digests_of(self.net, self.optimizer)
         if self.trainer.global_rank == 0:
-            text = "\n".join(f"{name} {value}" for name, value in parts.items())
             (self.folder / "bits.txt").write_text(text)
 
 
-def digests_of(model: ShardedModel) -> dict[str, str]:
-    """Return a digest of each tensor; all processes call this together."""
-    found: dict[str, Tensor] = dict(model.net.named_parameters())
-    for name, parameter in [*found.items()]:
-        for key, value in model.optimizer.state.get(parameter, {}).items():
+def digests_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a line for each tensor of both; all processes call this together."""
+    found: dict[str, Tensor] = dict(net.named_parameters()) | dict(net.named_buffers())
+    for name, parameter in net.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
             found[f"{name} {key}"] = value
-    found |= dict(model.net.named_buffers())
-    return {name: _digest(whole_of(part.detach())) for name, part in found.items()}
+    return "\n".join(f"{name} {digest_of(part)}" for name, part in found.items())
 
 
-def _digest(tensor: Tensor) -> str:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).hexdigest()[:16]
+def digest_of(tensor: Tensor) -> str:
+    """Return a digest of the whole of a tensor; all processes call this together."""
+    whole = whole_of(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(whole.numpy().tobytes()).hexdigest()[:16]
 
 
 class Data(helios.DataModule):

@@ -24,7 +24,7 @@ from helios.ledger.book import FILE_NAME
 from helios.plugins import Plugin
 from helios.plugins.averaging import EMA
 from helios.state import TrainingState
-from tests.support.runs import digest
+from tests.support.runs import digest_checkpoint
 
 NAME = "tokens"
 WORDS, LENGTH, WIDTH, BATCH = 64, 12, 32, 8
@@ -171,13 +171,10 @@ def read_tokens(folder: Path) -> dict[str, Any]:
     """Return digests of all parts of the newest checkpoint, and the lines of the ledger."""
     newest = helios.find_last_checkpoint(folder / NAME)
     assert newest is not None
-    payload = {k: v for k, v in helios.load_checkpoint(newest).items() if k not in _STAMPS}
-    payload["training_state"] = dict(payload["training_state"].dict(), average_iter_time=0.0)
-    model = payload.pop("model")
-    parts = {**payload, **{f"model.{name}": part for name, part in model["objects"].items()}}
-    parts["rest of the model"] = {k: v for k, v in model.items() if k != "objects"}
+    payload = helios.load_checkpoint(newest)
+    names = payload.keys() - {*_STAMPS, "training_state", "model"}
     return {
         "name": newest.name,
-        **{name: digest(part) for name, part in parts.items()},
+        **digest_checkpoint(payload, *names),
         "ledger": newest.with_name(FILE_NAME).read_text().splitlines(),
     }
