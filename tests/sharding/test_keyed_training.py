@@ -15,14 +15,8 @@ import helios
 from helios.loops.boundary import Boundary
 from helios.start import fit as start
 from helios.start import run as runs
-from tests.support.keyed import (
-    GPT,
-    Keyed,
-    KeyedModel,
-    fit_keyed,
-    read_bits,
-    train_keyed,
-)
+from tests.sharding.test_sharded_training import cases
+from tests.support.keyed import GPT, Keyed, KeyedModel, fit_keyed, read_bits, train_keyed
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import Kill
@@ -84,10 +78,7 @@ RESTARTS = [(3, 2), (4, 1), (1, 4), (2, 3)]
 
 
 @pytest.mark.shows("P105")
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [pytest.param(*case, marks=() if case == (3, 2) else pytest.mark.full) for case in RESTARTS],
-)
+@pytest.mark.parametrize(("before", "after"), cases([(3, 2)], RESTARTS))
 def test_a_killed_run_goes_on_in_other_processes(
     tmp_path: Path, expected: dict[str, Any], before: int, after: int
 ) -> None:

@@ -128,8 +128,6 @@ def _describe(name: str, place: int, given: Any) -> str:
 class Linear(helios.Model):
     """One layer, trained on batches of numbers."""
 
-    is_manual = False
-
     def __init__(self) -> None:
         super().__init__("linear")
 
@@ -139,13 +137,7 @@ class Linear(helios.Model):
             self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
 
     def train_step(self, batch: Any, state: TrainingState) -> Any:
-        loss = self.net(batch).square().mean()
-        if not self.is_manual:
-            return loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return None
+        return self.net(batch).square().mean()
 
     def predict_step(self, batch: Any, step: int) -> Any:
         return self.net(batch)
@@ -154,7 +146,10 @@ class Linear(helios.Model):
 class ManualLinear(Linear):
     """Does backward and steps itself."""
 
-    is_manual = True
+    def train_step(self, batch: Any, state: TrainingState) -> None:
+        super().train_step(batch, state).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class ScoringLinear(Linear):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 
 from helios import DataLoaderParams, DataModule, Model, Plugin, Trainer
 from helios.core import rng
+from helios.state import TrainingState
 
 WIDTH = 4
 
@@ -153,27 +155,6 @@ class Recorder(Plugin):
 
     def setup(self) -> None: ...
 
-    def on_checkpoint_loaded(self) -> None:
-        self.record.line("on_checkpoint_loaded")
-
-    def on_fit_start(self) -> None:
-        self.record.line("on_fit_start", draw())
-
-    def on_training_start(self) -> None:
-        self.record.line("on_training_start", draw())
-
-    def on_training_resume(self, state: Any) -> None:
-        self.record.line("on_training_resume", counters(state), draw())
-
-    def on_training_epoch_start(self, current_epoch: int) -> None:
-        self.record.line("on_training_epoch_start", current_epoch, draw())
-
-    def on_training_step_start(self, state: Any) -> None:
-        self.record.line("on_training_step_start", counters(state))
-
-    def on_training_batch_start(self, state: Any) -> None:
-        self.record.line("on_training_batch_start", counters(state), draw())
-
     def on_optimizer_step_start(self, optimizer: Any) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         self.record.line("on_optimizer_step_start", *gradients)
@@ -182,32 +163,30 @@ class Recorder(Plugin):
         rates = [group["lr"] for group in optimizer.param_groups]
         self.record.line("on_optimizer_step_end", rates, committed)
 
-    def on_training_batch_end(self, state: Any, should_log: bool) -> None:
-        self.record.line("on_training_batch_end", counters(state), draw())
 
-    def on_training_step_end(self, state: Any, committed: bool) -> None:
-        self.record.line("on_training_step_end", counters(state), committed)
+def _make_hook(name: str, count: int, *, draws: bool) -> Callable[..., None]:
+    def hook(self: Recorder, *given: Any) -> None:
+        known = [counters(x) if isinstance(x, TrainingState) else x for x in given[:count]]
+        self.record.line(name, *known, *([draw()] if draws else []))
 
-    def on_training_epoch_end(self, current_epoch: int) -> None:
-        self.record.line("on_training_epoch_end", current_epoch, draw())
+    return hook
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.record.line("on_save_checkpoint")
 
-    def on_validation_start(self, validation_cycle: int) -> None:
-        self.record.line("on_validation_start", validation_cycle, draw())
-
-    def on_validation_batch_end(self, step: int) -> None:
-        self.record.line("on_validation_batch_end", step, draw())
-
-    def on_validation_end(self, validation_cycle: int) -> None:
-        self.record.line("on_validation_end", validation_cycle)
-
-    def on_training_end(self) -> None:
-        self.record.line("on_training_end", draw())
-
-    def on_fit_end(self) -> None:
-        self.record.line("on_fit_end")
+_DRAWING = {
+    **dict.fromkeys(("on_fit_start", "on_training_start", "on_training_end"), 0),
+    **dict.fromkeys(("on_training_epoch_start", "on_training_epoch_end", "on_training_resume"), 1),
+    **dict.fromkeys(("on_training_batch_start", "on_training_batch_end"), 1),
+    **dict.fromkeys(("on_validation_start", "on_validation_batch_end"), 1),
+}
+"""Hooks that draw, and how many of their arguments are recorded."""
+_OTHERS = {
+    **dict.fromkeys(("on_checkpoint_loaded", "on_save_checkpoint", "on_fit_end"), 0),
+    "on_training_step_start": 1,
+    "on_validation_end": 1,
+    "on_training_step_end": 2,
+}
+for _name, _count in (_DRAWING | _OTHERS).items():
+    setattr(Recorder, _name, _make_hook(_name, _count, draws=_name in _DRAWING))
 
 
 class Counting(Plugin):
