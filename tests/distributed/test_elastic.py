@@ -56,7 +56,6 @@ def run(folder: Path, num_processes: int, setting: Elastic, *plugins: Plugin) ->
 
 
 def run_to_end(folder: Path, num_processes: int, setting: Elastic) -> Bits:
-    """Train undisturbed; returns what was done and left."""
     run(folder, num_processes, setting)
     return read_bits(folder)
 

@@ -26,7 +26,6 @@ def train_alone(folder: Path, *options: Any) -> Bits:
 
 
 def kill(event: str, iteration: int, rank: int) -> tuple[Any, ...]:
-    """Return the options that kill a rank."""
     return "--at", event, "--iteration", iteration, "--rank", rank, "--send", 9
 
 

@@ -65,7 +65,6 @@ def start_well(*arguments: Any, **options: Any) -> tuple[list[dict[str, Any]], s
 
 
 def undisturbed(**options: Any) -> dict[str, Any]:
-    """Train here, in this process."""
     line = [f"--{name}={value}" for name, value in options.items() if value is not True]
     line += [f"--{name}" for name, value in options.items() if value is True]
     found = train_script.main(line)

@@ -40,8 +40,6 @@ _NUM_RANKS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a training has ended on a rank."""
-
     error: str
     is_save_error: bool
     code: int
@@ -61,7 +59,6 @@ def make_setting(mode: str, **more: Any) -> Elastic:
 
 
 def work(rank: int, folder: Path, setting: Elastic, *plugins: Plugin) -> Ended:
-    """Train on a rank; returns how that ended."""
     folder.mkdir(parents=True, exist_ok=True)
     plugin = next(plugin for plugin in plugins if isinstance(plugin, Faults))
     trainer = make_trainer(folder, setting, *plugins)
@@ -81,15 +78,12 @@ def work(rank: int, folder: Path, setting: Elastic, *plugins: Plugin) -> Ended:
 
 
 def train(folder: Path, setting: Elastic, *plugins: Plugin) -> list[Ended]:
-    """Train on three ranks; returns how that ended on each."""
     ends: list[Ended] = run_ranks(work, _NUM_RANKS, folder, setting, *plugins)
     return ends
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """The undisturbed run."""
-
     bits: Bits
     saves: list[list[Operation]]
 
@@ -113,7 +107,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def finish(folder: Path, mode: str, whole: Whole) -> None:
-    """Start again, and compare to the end."""
     ends = train(folder, make_setting(mode), Faults())
     assert [(end.error, end.code) for end in ends] == [("", 0)] * _NUM_RANKS
     check(folder, whole)
@@ -155,7 +148,6 @@ def fail(folder: Path, mode: str, whole: Whole, number: int, fault: Fault) -> No
 
 
 def find(whole: Whole, number: int, name: str) -> int:
-    """Return the number of an operation of a save."""
     return next(o.number for o in whole.saves[number] if str(o) == name)
 
 

@@ -60,7 +60,6 @@ def be_task(rank: int, port: int) -> None:
 
 
 def start_tasks(work: Callable[..., None], *args: Any) -> list[Any]:
-    """Start two tasks of srun, which get their rank, a port and the arguments."""
     with socket.socket() as ear:
         ear.bind(("127.0.0.1", 0))
         port = ear.getsockname()[1]

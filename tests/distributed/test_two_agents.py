@@ -30,7 +30,6 @@ OPTIONS = ("--replicas", 4, "--steps", 8, "--frequency", 1, "--workers", 1)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Bits:
-    """The bits of the training in one process."""
     folder = tmp_path_factory.mktemp("alone")
     done = call(signals.main, folder, *OPTIONS, "--nproc", 1)
     assert done.returncode == 0, done.stderr

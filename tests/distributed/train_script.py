@@ -128,7 +128,6 @@ class OwnLoop(OptimizerLoop):
 
 
 def find_loop(trainer: helios.Trainer) -> Any:
-    """Return the loop that trains on a batch."""
     loop: Any = trainer.fit_loop
     return loop.epoch_loop.batch_loop.optimizer_loop
 
@@ -153,7 +152,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
-    """Train, and return what the process knows afterwards."""
     options = parse(arguments)
     folder = options.folder
     writers: list[Plugin] = []

@@ -30,7 +30,6 @@ def make_setting(num_replicas: int, **options: Any) -> Elastic:
 
 
 def start(folder: Path, setting: Elastic, *plugins: Any) -> int:
-    """Train in a process of its own; returns its exit code."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=train, args=(folder, setting, *plugins))
     process.start()

@@ -28,7 +28,6 @@ def make_run(*, num_workers: int = 0, averages: bool = False, **options: Any) ->
 
 
 def read_sidecar(folder: Path) -> dict[str, Any]:
-    """Return the sidecar of the newest checkpoint."""
     newest = helios.find_last_checkpoint(folder / NAME)
     assert newest is not None
     sidecar: dict[str, Any] = json.loads(newest.with_suffix(".json").read_text())

@@ -86,8 +86,6 @@ class _Notes:
 
 @dataclass(frozen=True)
 class Task:
-    """A run of tests."""
-
     tests: Sequence[str]
     planted: str = ""
     options: Sequence[str] = ()
@@ -95,7 +93,6 @@ class Task:
 
 
 def run(task: Task) -> Outcome:
-    """Run tests in a fork of this process."""
     (outcome,) = run_all([task])
     return outcome
 
@@ -121,8 +118,6 @@ def run_all(tasks: Iterable[Task], jobs: int = 1) -> Iterator[Outcome]:
 
 
 class _Run:
-    """A fork that runs tests."""
-
     def __init__(self, task: Task) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._files = tuple(
@@ -163,7 +158,6 @@ class _Run:
             os.waitpid(self._child, 0)
 
     def outcome(self) -> Outcome:
-        """Return how it has ended."""
         with self._folder:
             output, notes, report = self._files
             known = {"seconds": self._took, "output": output.read_text(errors="replace")}

@@ -52,11 +52,9 @@ class Fault:
 
     @property
     def module(self) -> str:
-        """Return the name of the module in which something is replaced."""
         return self.target.partition(":")[0]
 
     def find(self) -> tuple[Any, str, Any]:
-        """Return the owner of the target, its name there, and what it is."""
         *places, name = self.target.partition(":")[2].split(".")
         owner: Any = sys.modules[self.module]
         for place in places:
@@ -66,7 +64,6 @@ class Fault:
         return owner, name, vars(owner)[name]
 
     def plant(self) -> None:
-        """Replace the target."""
         owner, name, found = self.find()
         setattr(owner, name, self._stand_in(found))
 
@@ -191,8 +188,6 @@ class _Planted(importlib.abc.MetaPathFinder):
 
 
 class _OtherSources(importlib.abc.MetaPathFinder):
-    """Gives modules other sources."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

@@ -33,7 +33,6 @@ class Watching(EMA):
 
 
 def train(folder: Path, num_processes: int, setting: Keyed = SETTING) -> str:
-    """Train with averages; returns their digests."""
     run_ranks(fit_keyed, num_processes, folder, setting, Watching(folder))
     return (folder / "averages.txt").read_text()
 

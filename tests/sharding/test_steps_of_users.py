@@ -61,8 +61,6 @@ class Noisy(torch.optim.SGD):
 
 
 class Steps(helios.Model):
-    """A model whose steps are one of those below."""
-
     def __init__(self, kind: str) -> None:
         super().__init__("steps")
         self._kind = kind

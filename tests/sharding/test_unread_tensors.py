@@ -16,8 +16,6 @@ NAME = "layers.0.up.weight"
 
 
 class OwnState(ShardedModel):
-    """Has a state_dict of its own."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
 
@@ -36,8 +34,6 @@ class Reading(OwnState):
 
 
 class Halving(Quiet):
-    """Halves a weight while it is loaded."""
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint["model"]["objects"]["net"]
         assert (saved[NAME].shape, saved[NAME].dtype) == ((25, 11), torch.float32)

@@ -137,7 +137,6 @@ TRAININGS = [
 
 
 def _places_of(kind: str) -> Iterator[tuple[str, str, int]]:
-    """Yield event, moment and number of each decision of a kind."""
     if kind in (EARLY_STOP, IMPROVEMENT):
         yield from (("have_metrics_improved", START, number) for number in (1, 2))
     elif kind == POLL:
@@ -197,7 +196,6 @@ GROUPS = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 2), (3, 3))
 
 
 def cells_of(num_replicas: int, num_processes: int) -> list[Cell]:
-    """Return the cells of a number of replicas on a number of processes."""
     cells = [cell for cell in CELLS if cell.num_replicas == num_replicas]
     if num_processes > 1:
         alone = (asked_by_last(cell, num_processes) for cell in cells)
@@ -206,7 +204,6 @@ def cells_of(num_replicas: int, num_processes: int) -> list[Cell]:
 
 
 def heard_events() -> set[str]:
-    """Return the events of a fit that a plugin or the model may hear."""
     other = ("testing", "test_step", "predict")
     return {
         event.name

@@ -110,7 +110,6 @@ class Deed:
         self._is_done = False
 
     def act(self, event: str) -> Any:
-        """Return the answer of the receiver, if it has one."""
         if event != self._cell.event:
             return None
         number = self._tellings[event] = self._tellings.get(event, 0) + 1
@@ -318,10 +317,8 @@ def golden_table() -> str:
 
 
 def parse(text: str) -> dict[str, str]:
-    """Return the lines of the golden file by their names."""
     return dict(line.split(": ", 1) for line in text.splitlines())
 
 
 def expected(golden: dict[str, str], cell: Cell, num_processes: int) -> str:
-    """Return what should happen in a cell on a number of processes."""
     return golden.get(name_of(cell, num_processes), golden[str(cell)])

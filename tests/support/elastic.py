@@ -144,8 +144,6 @@ class ElasticModel(helios.Model):
 
 
 class ElasticData(helios.DataModule):
-    """The data of a setting."""
-
     unsaved = ("setting",)
 
     def __init__(self, setting: Elastic) -> None:
@@ -179,7 +177,6 @@ class KillRank(Quiet):
 
 
 def make_trainer(folder: Path, setting: Elastic, *plugins: Plugin, **more: Any) -> helios.Trainer:
-    """Return a trainer of a setting."""
     options: dict[str, Any] = {
         "train_unit": setting.unit,
         "total_steps": setting.total_steps,
@@ -243,7 +240,6 @@ class Bits:
 
 
 def read_bits(folder: Path) -> Bits:
-    """Read what a run has left in its folder."""
     newest = helios.find_last_checkpoint(folder / "elastic")
     assert newest is not None
     names = ("num_replicas", "cursor", "tables", "engine", "rng")

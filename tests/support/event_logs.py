@@ -58,7 +58,6 @@ class Line:
 
     @property
     def told(self) -> str:
-        """What was told."""
         return f"{self.name}({self.arguments})"
 
 
@@ -86,7 +85,6 @@ class Recording:
 
     @property
     def names(self) -> list[str]:
-        """The names of what was told or called, once for each line."""
         return [line.name for line in self.lines]
 
     def hear(self, letter: str, name: str, owner: object, args: tuple[Any, ...]) -> Any:
@@ -126,8 +124,6 @@ def _describe(name: str, place: int, given: Any) -> str:
 
 
 class Linear(helios.Model):
-    """One layer, trained on batches of numbers."""
-
     def __init__(self) -> None:
         super().__init__("linear")
 
@@ -238,8 +234,6 @@ def _usual(kind: type, name: str) -> Callable[..., Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a trainer."""
-
     verb: str = "fit"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     training: int = 3
@@ -251,7 +245,6 @@ class Call:
 
 
 def play(call: Call, folder: Path | None = None) -> Recording:
-    """Make a call of a trainer, and record it."""
     recording = Recording(call.reactions)
     plugins = [
         listener(Monitor, "Q", recording)("monitor"),

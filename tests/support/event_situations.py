@@ -33,7 +33,6 @@ class Situation:
     calls: tuple[Call, ...]
 
     def record(self) -> list[Line]:
-        """Make all calls, and return what the last one has told."""
         with tempfile.TemporaryDirectory() as folder:
             return [play(call, Path(folder)).lines for call in self.calls][-1]
 
@@ -101,7 +100,6 @@ _WISHES = {
 
 
 def _ends(unit: str) -> Iterator[tuple[str, Situation]]:
-    """Runs that end early."""
 
     def fit(title: str, options: dict[str, Any], *reactions: Reaction, **fields: Any) -> Situation:
         fields = {"training": 2, "evaluation": 1, **fields}
@@ -174,7 +172,6 @@ def _evaluations(verb: str) -> Iterator[tuple[str, Situation]]:
 
 @functools.cache
 def situations() -> dict[str, Situation]:
-    """Return all situations, by the name of the golden file."""
     found = [*_special(), *_resumes()]
     for unit in UNITS:
         found += [*_regular(unit), *_ends(unit)]
@@ -226,7 +223,6 @@ def _raising(event: str) -> Situation:
 
 @functools.cache
 def exceptions() -> dict[str, Situation]:
-    """Return, for each event, a situation in which one of its receivers raises."""
     return {event: _raising(event) for event in EVENTS}
 
 
@@ -252,7 +248,6 @@ def lines_after_exception(event: str) -> tuple[Line, ...]:
 
 
 def golden_log(name: str) -> str:
-    """Return the text of a golden event log."""
     return f"# {situations()[name].title}\n{LEGEND}\n{render(lines_of(name))}"
 
 
@@ -265,6 +260,5 @@ def golden_log_of_exceptions() -> str:
 
 
 def golden_logs() -> dict[str, str]:
-    """Return the text of each golden event log, by the name of its file."""
     logs = {f"{name}.txt": golden_log(name) for name in situations()}
     return {**logs, "exceptions.txt": golden_log_of_exceptions()}

@@ -69,8 +69,6 @@ class Tasks(Model):
 
 
 class Curve(Tasks):
-    """One loss."""
-
     def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
         return sum(super().train_step(batch, state).values())
 
@@ -115,8 +113,6 @@ class Sharpness(OptimizerLoop):
 
 
 class Growing(DataModule):
-    """Shows more points in each epoch."""
-
     def setup(self) -> None:
         self.points = Points(list(range(8)))
         params = DataLoaderParams(batch_size=2, shuffle=True)

@@ -175,8 +175,6 @@ for _name in (
 
 
 class Data(helios.DataModule):
-    """Eight numbers."""
-
     unsaved = ("trail", "wrongs")
 
     def __init__(self, trail: Trail | None = None, wrongs: Collection[str] = ()) -> None:
@@ -225,8 +223,6 @@ class Stepless(helios.Model):
 
 
 class Line(Stepless):
-    """A line."""
-
     def train_step(self, batch: Any, state: TrainingState) -> Any:
         return self.net(batch[0]).square().mean()
 
@@ -367,7 +363,6 @@ SITUATIONS = {
 
 
 def _make_trainer(folder: Path, *plugins: Plugin, **options: Any) -> helios.Trainer:
-    """Return the trainer of all situations."""
     given = {
         "train_unit": "iteration",
         "total_steps": LAST,
@@ -403,8 +398,6 @@ def leave(folder: Path, situation: Situation) -> None:
 
 @dataclasses.dataclass
 class Played:
-    """What a call has done."""
-
     lines: list[str]
     error: str
 

@@ -183,10 +183,8 @@ def _serve(rank: int, count: int, port: int, log: Path, folder: Path, **options:
 
 
 def survives(pid: int) -> bool:
-    """Whether a process goes on."""
     return not all_gone([pid])
 
 
 def list_workers(folder: Path) -> list[int]:
-    """Return the ids of the loader workers that have read something."""
     return [int(path.name.partition("-")[2]) for path in folder.glob("worker-*")]

@@ -196,8 +196,6 @@ def is_simple(module: nn.Module) -> bool:
 
 
 class KeyedData(helios.DataModule):
-    """Sequences of words."""
-
     def setup(self) -> None:
         words = (torch.arange(48 * LENGTH) * 7 % WORDS).view(48, LENGTH)
         dataset = torch.utils.data.TensorDataset(words)
@@ -215,7 +213,6 @@ def fit_keyed(rank: int, folder: Path, setting: Keyed, *plugins: Plugin) -> None
 
 
 def train_keyed(folder: Path, num_processes: int, setting: Keyed, *plugins: Plugin) -> None:
-    """Train in as many processes."""
     run_ranks(fit_keyed, num_processes, folder, setting, *plugins)
 
 

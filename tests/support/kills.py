@@ -49,7 +49,6 @@ class KillAtFileOperation:
         self.count = 0
 
     def install(self) -> None:
-        """Wrap the functions of ``core.files``, in this process."""
         for name in ("create", "fsync", "replace", "unlink", "fsync_folder", "make_folder"):
             setattr(files, name, self._wrap(getattr(files, name)))
 
@@ -84,7 +83,6 @@ def run_in_child(work: Callable[[], Any], result: Path) -> int:
 
 
 def train_in_child(folder: Path, setting: Setting, *plugins: Plugin) -> int:
-    """Train in a forked child; returns its exit code."""
     return run_in_child(lambda: train(folder, setting, *plugins), folder.with_suffix(".outcome"))
 
 

@@ -45,7 +45,6 @@ class LiveBytes(TorchDispatchMode):
         return found
 
     def count(self) -> int:
-        """Return how many bytes are alive."""
         total = 0
         for place, reference in [*self._storages.items()]:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -71,7 +70,6 @@ class LiveBytes(TorchDispatchMode):
             self.phase = before
 
     def around(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function in which a phase is under way."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.during(phase):

@@ -26,11 +26,9 @@ class Fitting(helios.Model):
         self.optimizer = self.make_optimizer()
 
     def make_net(self) -> nn.Module:
-        """Return the network; one layer of five inputs by default."""
         return nn.Linear(5, 1)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer of the network; SGD by default."""
         return torch.optim.SGD(self.net.parameters(), lr=self.rate)
 
     def train_step(self, batch: Any, state: TrainingState) -> Any:
@@ -38,7 +36,6 @@ class Fitting(helios.Model):
 
 
 def forward(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs of a model's network, and a loss."""
     outputs = model.net(batch)
     return outputs, outputs.square().mean()
 

@@ -65,13 +65,11 @@ def entry(tree: Any, name: str) -> Any:
 
 
 def raw_model(path: Path) -> Any:
-    """Return the user's state in an old file."""
     model = entry(read_raw(path), "model")
     return entry(model, "user") if any(isinstance(key, Stub) for key in model) else model
 
 
 def raw_counters(path: Path) -> dict[str, Any]:
-    """Return the counters in an old file, as it has them."""
     state = entry(read_raw(path), "training_state")
     return dict(state.parts[0] if isinstance(state, Stub) else state)
 
@@ -113,8 +111,6 @@ class _Samples(Dataset):
 
 
 class Data(helios.DataModule):
-    """The data of the golden files."""
-
     def __init__(self, length: int = NUM_SAMPLES) -> None:
         super().__init__()
         self._length = length
@@ -199,7 +195,6 @@ RICH = ("net", "optimizer", "net2", "optimizer2", "scheduler", "ema", "best", "s
 
 
 def names_for(name: str) -> tuple[str, ...]:
-    """Return what the model of a golden file has saved."""
     if name.startswith("1.0.0"):
         return ()
     return RICH if name.endswith("epoch_4_iter_8.pth") else ("net", "optimizer")

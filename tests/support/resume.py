@@ -19,7 +19,6 @@ _RESUME = ["on_checkpoint_loaded", "on_fit_start", "on_training_start", "on_trai
 
 
 def iteration_of(path: Path) -> int:
-    """Return the iteration at which a checkpoint was saved."""
     return int(path.stem.split("_iter_")[1])
 
 

@@ -186,8 +186,6 @@ class SmallModel(helios.Model):
 
 
 class IndexModule(helios.DataModule):
-    """The data of a setting."""
-
     unsaved = ("fetched", "setting")
 
     def __init__(self, setting: Setting) -> None:
@@ -355,7 +353,6 @@ def train(folder: Path, setting: Setting, *plugins: Plugin) -> Outcome:
 def replay(
     folder: Path, setting: Setting, *plugins: Plugin, **part: int | None
 ) -> tuple[Replay, Outcome]:
-    """Replay a part of the run in a folder."""
 
     def act(trainer: helios.Trainer, *given: Any) -> Replay:
         return trainer.replay(*given, **part)

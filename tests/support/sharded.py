@@ -170,8 +170,6 @@ def digest_of(tensor: Tensor) -> str:
 
 
 class Data(helios.DataModule):
-    """The data of a training."""
-
     unsaved = ("setting",)
 
     def __init__(self, setting: Sharded) -> None:
@@ -187,8 +185,6 @@ class Data(helios.DataModule):
 
 
 class Kill(KillRank):
-    """Sends SIGKILL to one rank in the backward of an iteration."""
-
     def __init__(self, iteration: int, rank: int) -> None:
         super().__init__("on_backward_start", iteration, rank)
 
@@ -238,5 +234,4 @@ def train(folder: Path, num_processes: int, setting: Sharded, *plugins: Plugin) 
 
 
 def read_bits(folder: Path) -> tuple[str, bytes]:
-    """Return the digests of the trained model, and the ledger."""
     return (folder / "bits.txt").read_text(), (folder / "sharded" / "ledger.jsonl").read_bytes()

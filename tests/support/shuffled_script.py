@@ -69,8 +69,6 @@ class Shuffled(helios.Model):
 
 
 class Report(Quiet):
-    """Prints on rank 0."""
-
     monitor = True
 
     def on_training_end(self) -> None:

@@ -61,7 +61,6 @@ class SignalAt(Plugin):
             setattr(self, event, self._act)
 
     def setup(self) -> None:
-        """Begin, or send it at once."""
         self.now, self.has_sent = 0, False
         if self.event == "setup":
             self._act()
@@ -121,7 +120,6 @@ def run_forked(work: Any) -> int:
 
 
 def command(*arguments: Any, torchrun: int = 0) -> list[str]:
-    """Return the command line of the script below."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
     line = [*(launcher if torchrun else []), str(Path(__file__)), *map(str, arguments)]
     return [sys.executable, *line]
@@ -153,7 +151,6 @@ def codes(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> tuple[int, int]:
-    """Return epoch and iteration of the newest checkpoint; zeros without one."""
     path = helios.find_last_checkpoint(folder / "elastic")
     if path is None:
         return 0, 0
@@ -162,7 +159,6 @@ def newest(folder: Path) -> tuple[int, int]:
 
 
 def train_alone(folder: Path, setting: Elastic, *plugins: Plugin, **more: Any) -> int:
-    """Train in a forked child of one process; returns its exit code."""
 
     def work() -> int:
         trainer, _ = train(folder, setting, *plugins, nproc=1, **more)
@@ -172,7 +168,6 @@ def train_alone(folder: Path, setting: Elastic, *plugins: Plugin, **more: Any) -
 
 
 def undisturbed(folder: Path, setting: Elastic) -> Bits:
-    """Train without any signal; returns what was done and left."""
     assert train_alone(folder, setting) == 0
     return read_bits(folder)
 
@@ -200,7 +195,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def setting_of(options: argparse.Namespace) -> Elastic:
-    """Return the training that the options describe."""
     return Elastic(
         num_replicas=options.replicas or None,
         accumulation=options.accumulation,

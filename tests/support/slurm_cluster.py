@@ -65,7 +65,6 @@ def missing() -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
-    """Return when the condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -164,7 +163,6 @@ class Cluster:
         return logs.count(line) >= int(facts["Restarts"])
 
     def read_log(self) -> str:
-        """Return what the controller has logged."""
         return (self.folder / "log" / "slurmctld").read_text()
 
     def _describe(self, job: str) -> dict[str, str]:

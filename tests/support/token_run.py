@@ -35,8 +35,6 @@ _STAMPS = ("options", "machine", "resumed_from", "ledger", "events", "log_path",
 
 @dataclasses.dataclass(frozen=True)
 class TokenRun:
-    """What a run is made of."""
-
     options: dict[str, Any]
     num_workers: int = 0
     kills_worker: bool = False
@@ -47,7 +45,6 @@ class TokenRun:
 
     @property
     def last(self) -> int:
-        """The number of iterations."""
         replicas = self.options.get("num_replicas", 1)
         return self.num_epochs * -(-self.num_samples // (BATCH * replicas))
 
@@ -74,8 +71,6 @@ class Tokens(Dataset[Any]):
 
 
 class TokenData(helios.DataModule):
-    """The texts."""
-
     def __init__(self, run: TokenRun, folder: Path) -> None:
         super().__init__()
         self.run, self.folder = run, folder

@@ -27,8 +27,6 @@ SAVED = (2, 3, 5)
 
 
 class Meter:
-    """An object with a state."""
-
     def __init__(self) -> None:
         self.total = 0
 

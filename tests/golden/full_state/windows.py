@@ -17,8 +17,6 @@ SAVED = (8, 12)
 
 
 class Sum:
-    """A metric that counts and adds."""
-
     def __init__(self) -> None:
         self.reset()
 

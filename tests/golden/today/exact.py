@@ -19,7 +19,6 @@ WIDTH = 4
 
 
 def draw() -> list[int]:
-    """Draw from each of the three generators."""
     from_numpy = rng.get_default_numpy_rng().generator.random()
     return [int(torch.randint(0, 256, (1,))), int(random.random() * 256), int(from_numpy * 256)]
 
@@ -74,7 +73,6 @@ class Exact(nn.Module):
         return (self(ids, numbers) - ids).abs().sum() / 16
 
     def describe(self) -> dict[str, str]:
-        """Return everything that is exact."""
         named = [*self.named_parameters(), *self.named_buffers()]
         return {name: bits(value) for name, value in named if "running" not in name}
 
@@ -135,7 +133,6 @@ class Record:
 
 
 def counters(state: Any) -> str:
-    """Return the counters of a training state."""
     return (
         f"{state.current_iteration}/{state.global_iteration}/{state.global_epoch} "
         f"{state.validation_cycles}/{state.dataset_iter}/{state.early_stop_count} "
@@ -190,8 +187,6 @@ for _name, _count in (_DRAWING | _OTHERS).items():
 
 
 class Counting(Plugin):
-    """A plugin with a state."""
-
     unsaved = ("sums", "last")
 
     def __init__(self, plug_id: str = "counting") -> None:
@@ -261,7 +256,6 @@ class ExactModel(Model):
         self.record.line("model.on_validation_end", sorted(self.metrics.items()), draw())
 
     def describe(self, *networks: str) -> None:
-        """Record what is left at the end."""
         for name in networks:
             network = getattr(self, name)
             self.record.end += [f"{name}.{k} {v}" for k, v in network.describe().items()]
@@ -269,7 +263,6 @@ class ExactModel(Model):
             self.record.end.append(f"{name} {grads}")
 
     def note(self, **values: Any) -> None:
-        """Record values at the end."""
         self.record.end += [f"{name} {bits(value)}" for name, value in values.items()]
 
 

@@ -27,8 +27,6 @@ SAVED = (6, 12)
 
 
 class Shadow:
-    """An object with a state."""
-
     def __init__(self) -> None:
         self.sum = torch.zeros(4, dtype=torch.float64)
         self.updates = 0

@@ -127,7 +127,6 @@ def end_of(result: Path) -> Any:
 
 
 def checkpoint_after(folder: Path, iteration: int) -> Path:
-    """Return the checkpoint of an iteration."""
     (path,) = folder.glob(f"*/*_iter_{iteration}.pth")
     return path
 
@@ -178,7 +177,6 @@ def _names(texts: Iterable[str]) -> bool:
 
 
 def wanted(cell: Cell) -> str:
-    """Return what should happen in a cell."""
     if not VALUES[cell.value].is_savable:
         return NAMED
     return BY_RANK if cell.time == BY_REPLICA else SAVED
@@ -215,7 +213,6 @@ def golden_table() -> str:
 
 
 def parse(text: str) -> Iterator[tuple[Cell, str]]:
-    """Yield the cells of the golden file, and what happens in each."""
     for line in text.splitlines()[1:]:
         place, _, found = line.partition(": ")
         owner, value = place.split(" / ")

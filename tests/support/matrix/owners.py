@@ -89,8 +89,6 @@ class Data(helios.DataModule):
 
 
 class Silent(Plugin):
-    """A plugin without a state_dict."""
-
     unsaved = ("hold",)
     owner = "plugin"
 

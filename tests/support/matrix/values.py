@@ -32,8 +32,6 @@ class Stage(Enum):
 
 @dataclass
 class Stats:
-    """Plain fields."""
-
     total: int = 0
     names: list[str] = field(default_factory=list)
 
@@ -104,8 +102,6 @@ class Value(ABC):
 
 @final
 class Alone(Value):
-    """A value by itself."""
-
     def __init__(
         self,
         make: Callable[[], Any],
@@ -292,7 +288,6 @@ VALUES: dict[str, Value] = {
 
 
 def attributes_of(value: str) -> dict[str, Any]:
-    """Return what setup puts into an owner for a value of the table."""
     return VALUES[value].attributes()
 
 
