@@ -13,9 +13,9 @@ from torch import nn
 
 import helios
 from helios.engines.engine import Engine
-from helios.plugins import Plugin
 from helios.replicas.tree_reducer import TreeReducer
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 from tests.support.sums import bits
 
@@ -63,10 +63,8 @@ class Data(helios.DataModule):
         self._train_dataset = self._create_dataset(data, params)
 
 
-class Looking(Plugin):
+class Looking(Quiet):
     """Hears what replicas' gradients are."""
-
-    def setup(self) -> None: ...
 
     def on_backward_end(self) -> None: ...
 
@@ -99,7 +97,7 @@ def _train(
         accumulation_steps=window,
         engine=engine,
         print_banner=False,
-        plugins=[Looking("looking")] if way == "heard" else [],
+        plugins=[Looking()] if way == "heard" else [],
     )
     if way == "hooked":
         setup = model.setup

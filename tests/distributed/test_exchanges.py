@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,10 @@ from torch import nn
 
 import helios
 from helios.errors import UsageError
-from helios.plugins import Plugin
 from helios.replicas.tree_reducer import Message, PointToPoint, TreeReducer
-from helios.state import TrainingState
 from tests.support.models import Fitting
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
-from tests.support.sums import bits, by_definition
 
 
 class Net(Fitting):
@@ -33,26 +30,13 @@ class Data(helios.DataModule):
         self._train_dataset = self._create_dataset(torch.utils.data.TensorDataset(rows), params)
 
 
-class Clock(Plugin):
-    """Knows the last iteration."""
-
-    def __init__(self) -> None:
-        super().__init__("clock")
-        self.last = 0
-
-    def setup(self) -> None: ...
-
-    def on_training_batch_start(self, state: TrainingState) -> None:
-        self.last = state.global_iteration
-
-
 def _ask_in_a_step(rank: int, num_replicas: int, act: str) -> str:
     class Hooked(Net):
         def setup(self, fast_init: bool = False) -> None:
             super().setup(fast_init)
             self.optimizer.register_step_post_hook(lambda *_: acts[act]())
 
-    clock = Clock()
+    clock = Quiet()
     model = Hooked("net")
     acts: dict[str, Callable[[], object]] = {
         "request_stop": lambda: clock.context.request_stop("enough"),
@@ -83,37 +67,6 @@ def test_what_nobody_expects_to_ask_is_refused(act: str, text: str, num_processe
     """It would count one boundary later than on one replica, or be lost."""
     for found in run_ranks(_ask_in_a_step, num_processes, 2, act):
         assert text in found
-
-
-def _carry(rank: int, num_processes: int, size: int, has_gradients: bool) -> Any:
-    reducer = TreeReducer(num_processes, num_processes=num_processes, rank=rank)
-    row = torch.arange(3, dtype=torch.float64) + 10 * rank
-    content = torch.full((5,), 7 if rank == 0 else 0, dtype=torch.uint8)
-    message = Message(PointToPoint(num_processes, rank, None), row, content)
-    reducer.attach(message)
-    leaf = torch.full((size,), 0.1 * (rank + 1))
-    if has_gradients:
-        leaf = reducer.all_reduce({reducer.nodes[0]: leaf})
-    reducer.deliver()
-    reducer.deliver()
-    return message.rows.tolist(), message.content.tolist(), bits(leaf)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("num_processes", [2, 3])
-@pytest.mark.parametrize(
-    ("size", "has_gradients"), [(4, True), (200_000, True), (0, True), (4, False)]
-)
-def test_a_message_arrives_everywhere(num_processes: int, size: int, has_gradients: bool) -> None:
-    """Along a sum, whether that goes in one part or in halves; alone where there is none."""
-    ranks = run_ranks(_carry, num_processes, num_processes, size, has_gradients)
-    rows = [[10.0 * rank + place for place in range(3)] for rank in range(num_processes)]
-    leaves = [torch.tensor(0.1 * (rank + 1)) for rank in range(num_processes)]
-    for rank, (found, content, total) in enumerate(ranks):
-        assert found == rows
-        assert content == [7] * 5
-        value = by_definition(leaves) if has_gradients else leaves[rank]
-        assert total == bits(value.repeat(size))
 
 
 def _sends(rank: int, num_processes: int) -> tuple[int, int]:

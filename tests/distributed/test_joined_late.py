@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.elastic import Elastic, ElasticData, ElasticModel, make_trainer
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 
 
@@ -23,13 +23,7 @@ class Unfreezing(ElasticModel):
         self.optimizer = torch.optim.SGD(self.head.parameters(), lr=0.05)
 
 
-class Unfreeze(Plugin):
-    def __init__(self) -> None:
-        super().__init__("unfreeze")
-
-    def setup(self) -> None:
-        return
-
+class Unfreeze(Quiet):
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         model: Any = self.context.model
         if state.global_iteration == 3:

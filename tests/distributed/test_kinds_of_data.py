@@ -57,8 +57,6 @@ class PackedPictures(Dataset[Any]):
 
 
 class PackedData(ElasticData):
-    """A data set of packs."""
-
     def setup(self) -> None:
         super().setup()
         params = helios.DataLoaderParams(batch_size=2, shuffle=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import helios
@@ -15,7 +14,7 @@ from helios.core.sharded_tensors import whole_of
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.ranks import RankError, run_ranks
-from tests.support.sharded import IS_ABLE, Kill
+from tests.support.sharded import IS_ABLE, Kill, train_here
 from tests.support.sums import bits, by_definition
 
 _CLIP = 0.25
@@ -75,37 +74,15 @@ class _Model(helios.Model):
             (self.folder / "bits").write_bytes(found)
 
 
-def _fit(rank: int, folder: Path, given: dict[str, Any], *plugins: Plugin) -> _Model:
-    if dist.get_world_size() == 1:
-        dist.destroy_process_group()
-    folder.mkdir(exist_ok=True)
-    trainer = helios.Trainer(
-        plugins=plugins,
-        **{
-            "train_unit": "iteration",
-            "total_steps": 4,
-            "chkpt_root": folder,
-            "chkpt_frequency": 1,
-            "use_cpu": True,
-            "print_banner": False,
-            "clip_norm": _CLIP,
-            **given,
-        },
-    )
+def _fit(rank: int, folder: Path, given: dict[str, Any], *plugins: Plugin) -> tuple[Any, list[str]]:
     model = _Model(folder)
-    trainer.fit(model, _Data())
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return model
-
-
-def _start(rank: int, *args: Any) -> tuple[Any, list[str]]:
-    model = _fit(rank, *args)
+    options = {"total_steps": 4, "clip_norm": _CLIP, **given}
+    train_here(folder, model, _Data(), *plugins, **options)
     return model.seen, model.log
 
 
 def _train(folder: Path, num_processes: int, *plugins: Plugin, **given: Any) -> Any:
-    found = run_ranks(_start, num_processes, folder, given, *plugins)
+    found = run_ranks(_fit, num_processes, folder, given, *plugins)
     return (folder / "bits").read_bytes(), *found[0]
 
 

@@ -12,6 +12,7 @@ import helios
 from helios.state import TrainingState
 from tests.distributed.test_elastic import Interrupt
 from tests.support.elastic import Elastic, ElasticData, ElasticModel, make_trainer
+from tests.support.matrix.values import Tally
 from tests.support.ranks import run_ranks
 from tests.support.warned import collect_warnings
 
@@ -27,28 +28,15 @@ class Counting(ElasticModel):
         self.level = 1.0
         base = torch.zeros(8)
         self.low, self.high = base[:5], base[3:]
-        self.meter = _Meter()
+        self.meter = Tally()
 
     def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
         loss = super().train_step(batch, state)
         self.level = 0.5 * self.level + 0.5 * float(loss.detach())
-        self.meter.total += float(loss.detach())
+        self.meter.count += int(8 * loss.detach())
         self.low += 0.01 * loss.detach()
         self.high *= 0.9
-        return loss * (self.level + 0.01 * self.meter.total + self.low[4] + self.high[0])
-
-
-class _Meter:
-    """A plain object with a state."""
-
-    def __init__(self) -> None:
-        self.total = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"total": self.total}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.total = state_dict["total"]
+        return loss * (self.level + 0.01 * self.meter.count + self.low[4] + self.high[0])
 
 
 def _train(rank: int, folder: Path, num_steps: int | None) -> str:
@@ -78,7 +66,7 @@ def _go_on(rank: int, folder: Path) -> list[str]:
 def test_another_number_of_processes_goes_on_with_a_warning(tmp_path: Path) -> None:
     run_ranks(_train, 3, tmp_path / "cut", 3)
     texts, *_ = run_ranks(_go_on, 2, tmp_path / "cut")
-    assert any("each with its own high, level, meter.total" in text for text in texts)
+    assert any("each with its own high, level, meter.count" in text for text in texts)
     newest = helios.find_last_checkpoint(tmp_path / "cut" / "elastic")
     assert newest is not None
     sidecar = json.loads(newest.with_suffix(".json").read_text())

@@ -22,7 +22,7 @@ from helios.distributed.collectives import get_global_rank
 from helios.errors import CheckpointError, RunMismatchError
 from helios.start import origin
 from tests.distributed import train_script
-from tests.launch.test_launcher import all_gone
+from tests.support.kills import all_gone
 from tests.support.ranks import run_ranks
 from tests.support.signals import environment
 from tests.support.warned import collect_warnings
@@ -65,7 +65,6 @@ def start_well(*arguments: Any, **options: Any) -> tuple[list[dict[str, Any]], s
 
 
 def undisturbed(**options: Any) -> dict[str, Any]:
-    """Train here, in this process."""
     line = [f"--{name}={value}" for name, value in options.items() if value is not True]
     line += [f"--{name}" for name, value in options.items() if value is True]
     found = train_script.main(line)
@@ -92,30 +91,6 @@ def test_a_script_trains_on_processes_of_its_own_and_goes_on_as_if_alone(tmp_pat
     ):
         assert log.count(text) == 1, log
     assert "rank 1" not in log
-
-
-@slow
-def test_torchrun_resumes_what_a_script_has_begun_and_the_other_way_round(tmp_path: Path) -> None:
-    expected = undisturbed(folder=tmp_path / "alone", replicas=4, steps=12)
-    folder = tmp_path / "run"
-    (first,), _ = start_well(f"--folder={folder}", "--nproc=3", "--replicas=4", "--steps=4")
-    assert first["weights"] != expected["weights"]
-    line = (f"--folder={folder}", "--steps=8", f"--prepared={tmp_path / 'prepared'}")
-    both, log = start_well(*line, torchrun=("--nproc-per-node=2",))
-    assert sorted(found.pop("place") for found in both) == [[0, 0], [1, 1]]
-    assert both[0] == both[1]
-    assert log.count(" - Resumed from net_epoch_2_iter_4.pth; run: ") == 1
-    assert len((tmp_path / "prepared").read_text().split()) == 1
-    # The number of threads is that of the first start, whatever this machine has.
-    variables = {"OMP_NUM_THREADS": ""}
-    (last,), log = start_well(f"--folder={folder}", "--steps=12", variables=variables)
-    assert last == expected | {"items": []}
-    assert "processes: 1 process, 4 replicas" in log
-    sidecars = sorted((folder / "net").glob("net_*.json"))
-    levels = {json.loads(path.read_text())["level"] for path in sidecars}
-    assert (len(sidecars), levels) == (6, {"elastic"})
-    # Rank 0 writes: one log file for each start, all of the run in the first.
-    assert len(list(folder.glob("*.log"))) == 1
 
 
 @slow
@@ -176,22 +151,6 @@ def test_code_of_a_notebook_is_refused_for_several_processes() -> None:
     last = done.stderr.splitlines()[-1]
     assert "and Own is defined here. Move your classes and functions to a file, and import" in last
     assert "or train in one process (nproc=1)" in last
-
-
-def train_in_group(rank: int, *line: str) -> dict[str, Any]:
-    return train_script.main(list(line))
-
-
-def test_a_group_that_the_script_has_joined_is_used(tmp_path: Path) -> None:
-    expected = undisturbed(replicas=2, folder=tmp_path / "alone")
-    line = ("--replicas=2", f"--folder={tmp_path / 'group'}")
-    results = run_ranks(train_in_group, 2, *line)
-    assert [result.pop("place") for result in results] == [[0, 0], [1, 1]]
-    expected.pop("place")
-    assert results == [expected | {"items": []}] * 2
-    rows, expected_rows = (tmp_path / name / "rows_0.csv" for name in ("group", "alone"))
-    assert rows.read_bytes() == expected_rows.read_bytes()
-    assert len(rows.read_text().splitlines()) > 8
 
 
 def fail_in_group(rank: int, *line: str) -> tuple[str, str, str]:

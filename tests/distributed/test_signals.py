@@ -13,46 +13,13 @@ from typing import Any
 import pytest
 
 import helios
-from tests.support.elastic import Bits, Elastic, assert_same, read_bits, train
+from tests.support.elastic import Elastic, assert_same, read_bits, train
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
-from tests.support.signals import (
-    SignalAt,
-    codes,
-    newest,
-    start,
-    stick,
-    undisturbed,
-)
+from tests.support.signals import SignalAt, codes, newest, start, stick, undisturbed
 from tests.support.slurm_cluster import wait_until
 
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
-
-STEPS = 30
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Bits:
-    """The bits of the training without a signal, in one process."""
-    setting = Elastic(num_replicas=3, chkpt_frequency=1000, total_steps=STEPS)
-    return undisturbed(tmp_path_factory.mktemp("whole"), setting)
-
-
-def interrupt(folder: Path, *options: Any, torchrun: int = 0) -> str:
-    """Have a training interrupted, in three processes; returns its log."""
-    folder.mkdir(exist_ok=True)
-    line = [folder, "--steps", STEPS, *options, *([] if torchrun else ["--nproc", 3])]
-    code, log = start(*line, torchrun=torchrun)
-    assert codes(folder) == [75] * (torchrun or 1), log
-    assert code == (1 if torchrun else 75), log
-    return log
-
-
-def go_on(folder: Path, whole: Bits, **how: Any) -> None:
-    """Run the command again, without a signal."""
-    line = [folder, "--steps", STEPS, *([] if how else ["--nproc", 3])]
-    code, log = start(*line, **how)
-    assert code == 0, log
-    assert_same(read_bits(folder), whole)
 
 
 def work(rank: int, folder: Path, setting: Elastic, *plugins: Any) -> int:
@@ -93,7 +60,6 @@ def be_task(rank: int, port: int) -> None:
 
 
 def start_tasks(work: Callable[..., None], *args: Any) -> list[Any]:
-    """Start two tasks of srun, which get their rank, a port and the arguments."""
     with socket.socket() as ear:
         ear.bind(("127.0.0.1", 0))
         port = ear.getsockname()[1]
@@ -123,19 +89,16 @@ def test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them(tmp_path: Path
     assert newest(tmp_path) == (1, 3)
 
 
-class Hanging(helios.Plugin):
+class Hanging(Quiet):
     """Ranks that wait in C for what never comes, as in a collective of NCCL; one of them fails.
 
     Each leaves a file just before.
     """
 
     def __init__(self, failing: int | None, folder: Path) -> None:
-        super().__init__("hanging")
+        super().__init__()
         self.failing = failing
         self.folder = folder
-
-    def setup(self) -> None:
-        """Nothing is to be made."""
 
     def on_training_batch_end(self, *_: Any) -> None:
         if self.context.global_rank == self.failing:
@@ -167,23 +130,18 @@ def test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued(
 
 
 @slow
-def test_a_signal_to_the_launcher_reaches_all_ranks(whole: Bits, tmp_path: Path) -> None:
-    options = ("--at", "on_validation_batch_start", "--iteration", 4, "--rank", 1, "--to", "parent")
-    log = interrupt(tmp_path / "run", *options, "--send", int(signal.SIGUSR1))
-    assert log.count("SIGUSR1 was received: the run saves and ends at the next") == 1
-    assert log.count("The training was interrupted: SIGUSR1 was received.") == 1
-    assert "Traceback" not in log
-    assert newest(tmp_path / "run")[1] >= 5
-    go_on(tmp_path / "run", whole)
-
-
-@slow
-@pytest.mark.parametrize("way", ["one rank", "the agent"])
-def test_ranks_of_torchrun_save_and_say_75(way: str, whole: Bits, tmp_path: Path) -> None:
-    to = ("--rank", 1, "--to", "self" if way == "one rank" else "parent")
-    interrupt(tmp_path / "run", "--at", "on_forward_end", "--iteration", 4, *to, torchrun=3)
-    assert newest(tmp_path / "run")[1] >= 4
-    go_on(tmp_path / "run", whole, torchrun=3)
+@pytest.mark.parametrize("to", ["self", "parent"])
+def test_ranks_of_torchrun_save_and_say_75(to: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    line = ("--at", "on_forward_end", "--iteration", 4, "--rank", 1, "--to", to)
+    code, log = start(folder, *line, torchrun=3)
+    assert (code, codes(folder)) == (1, [75] * 3), log
+    assert newest(folder)[1] >= 4
+    code, log = start(folder, torchrun=3)
+    assert code == 0, log
+    setting = Elastic(num_replicas=3, chkpt_frequency=1000)
+    assert_same(read_bits(folder), undisturbed(tmp_path / "alone", setting))
 
 
 @slow

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from helios.ledger.run_file import START, read_run_file
-from tests.support import elastic_script
+from tests.support import signals
 from tests.support.elastic import Bits, assert_same, read_bits
 from tests.support.scripts import call
 from tests.support.signals import environment
@@ -25,25 +25,19 @@ from tests.support.signals import environment
 pytestmark = pytest.mark.full
 
 SECONDS = 200
-OPTIONS = ("--replicas", 4, "--steps", 8)
+OPTIONS = ("--replicas", 4, "--steps", 8, "--frequency", 1, "--workers", 1)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Bits:
-    """The bits of the training in one process."""
     folder = tmp_path_factory.mktemp("alone")
-    done = call(elastic_script.main, folder, *OPTIONS, "--nproc", 1)
+    done = call(signals.main, folder, *OPTIONS, "--nproc", 1)
     assert done.returncode == 0, done.stderr
     return read_bits(folder)
 
 
 class Agents:
-    """Agents of one run with two processes each; what is left at the end is killed.
-
-    Args:
-        folder: of the run.
-        options: of the script.
-    """
+    """Agents of one run with two processes each; what is left at the end is killed."""
 
     def __init__(self, folder: Path, *options: Any) -> None:
         self.folder = folder
@@ -68,7 +62,7 @@ class Agents:
         command += [f"--rdzv-endpoint=localhost:{self.port}", f"--local-addr=127.0.0.{machine}"]
         # When an agent is gone, the other one soon waits for the next.
         command += ["--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3"]
-        command += [str(elastic_script.__file__), str(self.folder), *map(str, self.options)]
+        command += [str(signals.__file__), str(self.folder), *map(str, self.options)]
         variables = environment()
         # Otherwise, an agent that takes the place of another one waits for an address in vain.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -118,7 +112,7 @@ def test_two_agents_train_in_either_order_of_arrival(
 def test_both_agents_restart_their_ranks_if_one_is_killed(
     rank: int, alone: Bits, tmp_path: Path
 ) -> None:
-    kill = ("--kill", "on_optimizer_step_start", 4, rank, "--once")
+    kill = ("--at", "on_optimizer_step_start", "--iteration", 4, "--rank", rank, "--send", 9)
     with Agents(tmp_path / "run", *OPTIONS, *kill) as agents:
         codes = [agent.wait(SECONDS) for agent in agents.start_both(1)]
         assert codes == [0, 0], agents.read_logs()

@@ -7,7 +7,6 @@ options; where a training is killed, the kill happens once, marked by a file.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 import helios
 from helios.distributed.collectives import get_global_rank
@@ -26,26 +24,17 @@ from helios.distributed.process_groups import is_dist_active
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins import CSVLogger, Plugin, Profiler
 from helios.state import TrainingState
-from tests.support.runs import digest
+from tests.support.quiet import Quiet
+from tests.support.runs import IndexModule, Setting, digest
 
 
-class Points(Dataset):
-    """Samples with noise of their own."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, torch.sin(torch.arange(5) * (index + 1.0)) + 0.1 * torch.rand(5)
-
-
-class Module(helios.DataModule):
+class Module(IndexModule):
     """The data; one process of a machine prepares it."""
 
     unsaved = ("options",)
 
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__()
+        super().__init__(Setting(batch_size=2, num_workers=int(options.fault == "wait")))
         self.options = options
 
     def prepare_data(self) -> None:
@@ -57,13 +46,7 @@ class Module(helios.DataModule):
                 file.write(f"{os.getpid()}\n")
 
     def setup(self) -> None:
-        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
-        workers = dataclasses.replace(params, num_workers=1)
-        waits = self.options.fault == "wait"
-        self._train_dataset = self._create_dataset(Points(), workers if waits else params)
-        self._valid_dataset = self._create_dataset(Points(), params)
-        self._test_dataset = self._create_dataset(Points(), params)
-        self._predict_dataset = self._create_dataset(Points(), params)
+        super().setup()
         # No other process could be given this.
         self.odd = lambda index: index
 
@@ -95,13 +78,13 @@ class Net(helios.Model):
         return batch[0].tolist()
 
 
-class Faults(Plugin):
+class Faults(Quiet):
     """Reports from the ranks, and does to them what a test asks for."""
 
     unsaved = ("options",)
 
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__("faults")
+        super().__init__()
         self.options = options
 
     def setup(self) -> None:
@@ -145,7 +128,6 @@ class OwnLoop(OptimizerLoop):
 
 
 def find_loop(trainer: helios.Trainer) -> Any:
-    """Return the loop that trains on a batch."""
     loop: Any = trainer.fit_loop
     return loop.epoch_loop.batch_loop.optimizer_loop
 
@@ -170,7 +152,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
-    """Train, and return what the process knows afterwards."""
     options = parse(arguments)
     folder = options.folder
     writers: list[Plugin] = []

@@ -44,7 +44,6 @@ on how many processes each was run; its checkpoints are resumed on those, and on
 
 
 def run(name: str, root: Path, num_processes: int = 1) -> Result:
-    """Run a script in a folder, from what lies there; return what it recorded."""
     if num_processes == 1:
         return _train(0, name, root)
     results = run_ranks(_train, num_processes, name, root)
@@ -80,19 +79,16 @@ def resume(name: str, path: Path, root: Path, num_processes: int = 1) -> Result:
 
 
 def results_file(name: str) -> Path:
-    """Return the file that holds what a run recorded."""
     folder, _, script = name.partition("/")
     return GOLDEN / folder / "results" / f"{script}.json"
 
 
 def load(name: str) -> Result:
-    """Return what a run recorded when it was frozen."""
     result: Result = json.loads(results_file(name).read_text("utf-8"))
     return result
 
 
 def golden_results() -> dict[Path, str]:
-    """Return what each run records now, by its file."""
     found = {}
     for name, counts in RUNS.items():
         with tempfile.TemporaryDirectory() as scratch:

@@ -30,7 +30,6 @@ def make_setting(num_replicas: int, **options: Any) -> Elastic:
 
 
 def start(folder: Path, setting: Elastic, *plugins: Any) -> int:
-    """Train in a process of its own; returns its exit code."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=train, args=(folder, setting, *plugins))
     process.start()
@@ -60,10 +59,3 @@ def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
     assert start(tmp_path / "both", two, Interrupt(3, 1)) == 0
     assert start(tmp_path / "both", one) == 0
     assert_same(read_bits(tmp_path / "both"), read_bits(tmp_path / "one"))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_the_second_gpu_gives_the_bits_of_the_first(tmp_path: Path) -> None:
-    for number in (0, 1):
-        assert start(tmp_path / str(number), make_setting(2, gpus=[number])) == 0
-    assert_same(read_bits(tmp_path / "1"), read_bits(tmp_path / "0"))

@@ -12,16 +12,10 @@ import torch
 
 import helios
 from helios.engines.precision import Precision
-from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support.token_run import (
-    EXACT_GPU,
-    NAME,
-    KillSelf,
-    TokenRun,
-    read_tokens,
-    start_tokens,
-)
+from tests.support.kills import KillAt
+from tests.support.quiet import Quiet
+from tests.support.token_run import EXACT_GPU, NAME, TokenRun, read_tokens, start_tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +28,6 @@ def make_run(*, num_workers: int = 0, averages: bool = False, **options: Any) ->
 
 
 def read_sidecar(folder: Path) -> dict[str, Any]:
-    """Return the sidecar of the newest checkpoint."""
     newest = helios.find_last_checkpoint(folder / NAME)
     assert newest is not None
     sidecar: dict[str, Any] = json.loads(newest.with_suffix(".json").read_text())
@@ -43,7 +36,7 @@ def read_sidecar(folder: Path) -> dict[str, Any]:
 
 def assert_kill_changes_nothing(folder: Path, run: TokenRun, expected: dict[str, Any]) -> None:
     """Kill the run in the middle of its last epoch, go on, and compare."""
-    kill = KillSelf("on_backward_end", run.last - 1)
+    kill = KillAt("on_backward_end", run.last - 1)
     assert start_tokens(folder, run, kill) == -signal.SIGKILL
     assert read_sidecar(folder)["epoch"] == run.num_epochs - 1
     assert start_tokens(folder, run) == 0
@@ -87,7 +80,7 @@ def test_a_worker_that_dies_beside_the_thread_that_pins_changes_no_bit(tmp_path:
 
 def test_a_network_that_inductor_compiles_has_the_level_order(tmp_path: Path) -> None:
     run = TokenRun(EXACT_GPU, backend="inductor")
-    kill = KillSelf("on_backward_end", run.last - 1)
+    kill = KillAt("on_backward_end", run.last - 1)
     assert start_tokens(tmp_path, run, kill) == -signal.SIGKILL
     assert start_tokens(tmp_path, run) == 0
     assert read_sidecar(tmp_path)["level"] == "order"
@@ -106,15 +99,12 @@ def test_a_run_goes_on_on_another_device_and_comes_back(tmp_path: Path) -> None:
     assert machines[0] == machines[2] != machines[1]
 
 
-class WaitsForNothing(Plugin):
+class WaitsForNothing(Quiet):
     """Lets PyTorch raise an error if anything waits for the GPU in some iterations."""
 
     def __init__(self, first: int, last: int) -> None:
-        super().__init__("waits-for-nothing")
+        super().__init__()
         self.first, self.last = first, last
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_start(self, state: TrainingState) -> None:
         if state.global_iteration == self.first:

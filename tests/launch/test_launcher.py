@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +25,7 @@ from helios.launch import rank as ranks
 from helios.launch.launcher import Launch, LaunchKind
 from helios.launch.rank import RankQueue
 from helios.launch.spawning import spawn
+from tests.support.kills import all_gone, is_gone
 from tests.support.started import started
 
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
@@ -74,21 +74,6 @@ def wait_for_the_others() -> None:
 def say(text: str) -> None:
     """Print a line at once: ranks share the standard output of their launcher."""
     os.write(1, f"{text}\n".encode())
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; without an init that collects them, orphans stay as zombies."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def all_gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 60
-    while not all(map(is_gone, pids)) and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    return all(map(is_gone, pids))
 
 
 def work_in_full(

@@ -38,12 +38,7 @@ class Outcome:
     """How a run of tests has ended.
 
     Args:
-        failed: the tests that failed.
         seconds_of: how long each test took that passed; of ``--collect-only`` each test, and 0.
-        trouble: why no test was run, or none to the end; empty if that is not so.
-        is_late: whether the run was ended because it took too long.
-        seconds: how long it took.
-        output: what it printed.
     """
 
     failed: tuple[str, ...] = ()
@@ -91,15 +86,6 @@ class _Notes:
 
 @dataclass(frozen=True)
 class Task:
-    """A run of tests.
-
-    Args:
-        tests: files of tests, or names of tests.
-        planted: what is planted; empty for nothing.
-        options: of pytest.
-        seconds: how long it may take. Tests that hang are as good as red.
-    """
-
     tests: Sequence[str]
     planted: str = ""
     options: Sequence[str] = ()
@@ -107,7 +93,6 @@ class Task:
 
 
 def run(task: Task) -> Outcome:
-    """Run tests in a fork of this process."""
     (outcome,) = run_all([task])
     return outcome
 
@@ -133,8 +118,6 @@ def run_all(tasks: Iterable[Task], jobs: int = 1) -> Iterator[Outcome]:
 
 
 class _Run:
-    """A fork that runs tests."""
-
     def __init__(self, task: Task) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._files = tuple(
@@ -175,7 +158,6 @@ class _Run:
             os.waitpid(self._child, 0)
 
     def outcome(self) -> Outcome:
-        """Return how it has ended."""
         with self._folder:
             output, notes, report = self._files
             known = {"seconds": self._took, "output": output.read_text(errors="replace")}

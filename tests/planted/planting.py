@@ -41,10 +41,6 @@ class Fault:
     """A function that stands in for another one.
 
     Args:
-        name: what breaks, in plain English.
-        target: ``module:qualname`` of what is replaced: a function, a method, a property, or a
-            value of a module or class.
-        test: which test must see it; a file, or one test of it.
         wrong: called with what it replaces, and with what that is called with. Of a value it gets
             the value, and returns the wrong one.
     """
@@ -56,15 +52,9 @@ class Fault:
 
     @property
     def module(self) -> str:
-        """Return the name of the module in which something is replaced."""
         return self.target.partition(":")[0]
 
     def find(self) -> tuple[Any, str, Any]:
-        """Return the owner of the target, its name there, and what it is.
-
-        Raises:
-            PlantingError: if it is not there.
-        """
         *places, name = self.target.partition(":")[2].split(".")
         owner: Any = sys.modules[self.module]
         for place in places:
@@ -74,11 +64,6 @@ class Fault:
         return owner, name, vars(owner)[name]
 
     def plant(self) -> None:
-        """Replace the target.
-
-        Raises:
-            PlantingError: if it is not there.
-        """
         owner, name, found = self.find()
         setattr(owner, name, self._stand_in(found))
 
@@ -119,12 +104,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(target: str, test: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function a fault; its name says what breaks.
-
-    Args:
-        target: ``module:qualname`` of what it replaces.
-        test: which test must see it.
-    """
+    """Make a function a fault; its name says what breaks."""
 
     def add(wrong: Callable[..., Any]) -> Callable[..., Any]:
         key = f"{wrong.__module__}.{wrong.__name__}"
@@ -208,8 +188,6 @@ class _Planted(importlib.abc.MetaPathFinder):
 
 
 class _OtherSources(importlib.abc.MetaPathFinder):
-    """Gives modules other sources."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

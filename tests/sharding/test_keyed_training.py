@@ -15,14 +15,8 @@ import helios
 from helios.loops.boundary import Boundary
 from helios.start import fit as start
 from helios.start import run as runs
-from tests.support.keyed import (
-    GPT,
-    Keyed,
-    KeyedModel,
-    fit_keyed,
-    read_bits,
-    train_keyed,
-)
+from tests.sharding.test_sharded_training import cases
+from tests.support.keyed import GPT, Keyed, KeyedModel, fit_keyed, read_bits, train_keyed
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import Kill
@@ -84,10 +78,7 @@ RESTARTS = [(3, 2), (4, 1), (1, 4), (2, 3)]
 
 
 @pytest.mark.shows("P105")
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [pytest.param(*case, marks=() if case == (3, 2) else pytest.mark.full) for case in RESTARTS],
-)
+@pytest.mark.parametrize(("before", "after"), cases([(3, 2)], RESTARTS))
 def test_a_killed_run_goes_on_in_other_processes(
     tmp_path: Path, expected: dict[str, Any], before: int, after: int
 ) -> None:
@@ -96,19 +87,6 @@ def test_a_killed_run_goes_on_in_other_processes(
         train_keyed(tmp_path / "run", before, setting, Kill(iteration=2, rank=before - 1))
     train_keyed(tmp_path / "run", after, replace(setting, units="none"))
     assert read_bits(tmp_path / "run")[1:] == expected["gpt"][1:]
-
-
-@pytest.mark.shows("P107")
-def test_a_run_does_not_change_how_it_is_initialized_unless_it_is_allowed(tmp_path: Path) -> None:
-    setting = replace(WHOLE, network="gpt", total_steps=1)
-    train_keyed(tmp_path, 1, setting)
-    longer = replace(setting, total_steps=2, options={"init": "setup"})
-    with pytest.raises(RankError, match="init: 'keyed' -> 'setup'"):
-        train_keyed(tmp_path, 1, longer)
-    options = {"init": "setup", "allow_changes": ("init",)}
-    train_keyed(tmp_path, 1, replace(longer, options=options))
-    with pytest.raises(RankError, match="init: 'setup' -> 'keyed'"):
-        train_keyed(tmp_path, 1, replace(setting, total_steps=3))
 
 
 class Large(KeyedModel):

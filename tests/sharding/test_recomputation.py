@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import spectral_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from helios.core import rng
 from helios.errors import UsageError
 from helios.sharding.recomputation import recomputed
+from tests.support.live_bytes import LiveBytes
 
 WIDTH = 6
 
@@ -143,27 +142,6 @@ def test_a_second_forward_starts_as_the_first_and_leaves_no_trace(*, autocast: b
     assert train(again=True, autocast=autocast) == train(again=False, autocast=autocast)
 
 
-class LiveBytes(TorchDispatchMode):
-    """The bytes that are still alive of all that was computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(each, Tensor):
-                storage = each.untyped_storage()
-                self.storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
-        return out
-
-    def count(self) -> int:
-        return sum(size for storage, size in self.storages.values() if not storage.expired())
-
-
 def measure(*, again: bool, is_nested: bool = False) -> int:
     blocks = (nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(4))
     network = nn.Sequential(*blocks)
@@ -171,7 +149,8 @@ def measure(*, again: bool, is_nested: bool = False) -> int:
     modules = {str(number): block for number, block in enumerate(network)}
     if is_nested:
         modules[""] = network
-    with recomputed(modules if again else {}), LiveBytes() as live:
+    live = LiveBytes()
+    with recomputed(modules if again else {}), live:
         loss = network(inputs).sum()
         count = live.count()
         loss.backward()

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from helios.plugins import EMA
-from tests.support.keyed import Keyed, digest_of, fit_keyed
+from tests.support.keyed import Keyed, fit_keyed
 from tests.support.ranks import run_ranks
+from tests.support.sharded import digest_of
 
 SETTING = Keyed(network="gpt", total_steps=2)
 
@@ -32,7 +33,6 @@ class Watching(EMA):
 
 
 def train(folder: Path, num_processes: int, setting: Keyed = SETTING) -> str:
-    """Train with averages; returns their digests."""
     run_ranks(fit_keyed, num_processes, folder, setting, Watching(folder))
     return (folder / "averages.txt").read_text()
 

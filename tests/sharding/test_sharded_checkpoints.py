@@ -22,14 +22,9 @@ from helios.storage import files
 from helios.storage.dcp_folder import TensorFolder
 from tests.checkpoint.test_sharded_folders import damage
 from tests.support.kills import kill_self
+from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
-from tests.support.sharded import (
-    Network,
-    Sharded,
-    fit,
-    read_bits,
-    train,
-)
+from tests.support.sharded import Network, Sharded, fit, read_bits, train
 
 SYNC = {"store": helios.CheckpointStore(is_async=False)}
 OPERATIONS = [
@@ -44,14 +39,8 @@ def newest(folder: Path) -> Path:
     return found
 
 
-class NoGathering(Plugin):
+class NoGathering(Quiet):
     """A save must not make a tensor whole."""
-
-    def __init__(self) -> None:
-        super().__init__("no-gathering")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert sharded_tensors.is_sharded(checkpoint["model"]["objects"]["net"]["head.weight"])
@@ -84,19 +73,16 @@ def test_each_process_writes_its_rows_and_nobody_gathers(
     assert all(network.state_dict()[n].equal(part) for n, part in states[1]["net"].items())
 
 
-class KillInSave(Plugin):
+class KillInSave(Quiet):
     """Sends SIGKILL to a rank at a file operation of the third save."""
 
     def __init__(self, rank: int, number: int) -> None:
-        super().__init__("kill-in-save")
+        super().__init__()
         self.killed_rank = rank
         self.number = number
         self.is_due = False
 
     unsaved = ("is_due", "number")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_fit_start(self) -> None:
         if self.context.global_rank == self.killed_rank:
@@ -137,19 +123,16 @@ def test_a_kill_in_a_save_costs_no_bit_in_other_processes(
     assert ".tmp" not in left
 
 
-class FullDisk(Plugin):
+class FullDisk(Quiet):
     """The disk of one rank refuses its rows in some saves."""
 
     def __init__(self, rank: int, *iterations: int) -> None:
-        super().__init__("full-disk")
+        super().__init__()
         self.full_rank = rank
         self.iterations = iterations
         self.is_full = False
 
     unsaved = ("is_full",)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_fit_start(self) -> None:
         save = torch.save

@@ -52,10 +52,7 @@ RESTARTS = [(3, 2), (2, 3), (2, 1), (1, 3)]
 
 
 @pytest.mark.shows("P87", "P93")
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [pytest.param(*case, marks=() if case == (3, 2) else pytest.mark.full) for case in RESTARTS],
-)
+@pytest.mark.parametrize(("before", "after"), cases([(3, 2)], RESTARTS))
 def test_a_killed_run_goes_on_in_other_processes(tmp_path: Path, before: int, after: int) -> None:
     setting = Sharded(3, total_steps=5, options=EVERYTHING)
     train(tmp_path / "undisturbed", 1, setting)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,16 +28,11 @@ class Experts(nn.Module):
 
 
 class Routed(helios.Model):
-    """Calls units by rank.
+    """Calls units: for each step, what each rank calls, in several forwards separated by ``|``."""
 
-    Args:
-        trained: for each step, what each rank calls, in several forwards where ``|`` separates.
-        evaluated: the same for each batch of a validation.
-    """
-
-    def __init__(self, trained: list[tuple[str, str]], evaluated: list[tuple[str, str]]) -> None:
+    def __init__(self, calls: list[tuple[str, str]]) -> None:
         super().__init__("routed")
-        self.trained, self.evaluated = trained, evaluated
+        self.calls = calls
 
     def setup(self, fast_init: bool = False) -> None:
         self.num_updates = 0
@@ -53,44 +45,32 @@ class Routed(helios.Model):
     def train_step(self, batch: Tensor, state: TrainingState) -> Tensor:
         self.num_updates = state.global_step
         result = batch
-        for names in self.trained[state.global_iteration - 1][self.global_rank].split("|"):
+        for names in self.calls[state.global_iteration - 1][self.global_rank].split("|"):
             result = self.net(result, names)
         # What nothing is called for has a loss of its own.
         return result.sum() if result.requires_grad else torch.zeros((), requires_grad=True)
-
-    def valid_step(self, batch: Tensor, step: int) -> None:
-        self.net(batch, self.evaluated[step][self.global_rank])
 
 
 class Data(helios.DataModule):
     def setup(self) -> None:
         rows = torch.arange(16.0).reshape(4, 4)
         self._train_dataset = self._create_dataset(rows, helios.DataLoaderParams())
-        self._valid_dataset = self._create_dataset(rows, helios.DataLoaderParams())
 
 
-def train(
-    rank: int,
-    limit: int,
-    trained: list[Any],
-    evaluated: list[Any] | None = None,
-    num_replicas: int = 2,
-) -> str:
-    """Train, or validate only; returns the error, and the updates before the last step."""
+def train(rank: int, limit: int, num_replicas: int, calls: list[tuple[str, str]]) -> str:
+    """Train; returns the error, and the updates before the last step."""
     sharded_gradients._COMPARED_AT_ONCE = limit
     trainer = helios.Trainer(
         train_unit="iteration",
-        total_steps=max(1, len(trained)),
+        total_steps=len(calls),
         num_replicas=num_replicas,
         sharding="full",
-        valid_frequency=1 if evaluated else None,
         use_cpu=True,
         print_banner=False,
     )
-    model = Routed(trained, evaluated or [])
-    call = trainer.fit if trained else partial(trainer.validate, checkpoint=None)
+    model = Routed(calls)
     with pytest.raises(UsageError, match="same order") as caught:
-        call(model, Data())
+        trainer.fit(model, Data())
     return f"{str(caught.value).split('but ')[1].split('. ')[0]} after {model.num_updates}"
 
 
@@ -103,40 +83,39 @@ A, B, LARGE = "first", "second", "large"
 @pytest.mark.shows("P88")
 @pytest.mark.parametrize("calls", [(A, B), (A, LARGE), (f"{A} {B}", A)])
 def test_other_units_are_named_before_they_are_gathered(calls: tuple[str, str]) -> None:
-    texts = run_ranks(train, 2, 1000, [(A, A), calls])
+    texts = run_ranks(train, 2, 1000, 2, [(A, A), calls])
     assert texts[0] == texts[1]
     assert texts[0].endswith("after 1")
     assert "of net" in texts[0]
 
 
+_SAME = [(A, A)]
+
+
+@pytest.mark.shows("P88")
+@pytest.mark.parametrize(
+    ("limit", "num_replicas", "calls", "one", "other"),
+    [
+        (1000, 2, [*_SAME, (A, f"{A} ~")], "the backward of net.first", "the end of its calls"),
+        (0, 4, [*_SAME, (A, f"{A} ~")], "the backward of net.first", "the end of its calls"),
+        (1000, 2, [*_SAME, (A, f"{A} | {A}")], "the forward of net", "the backward of net.first"),
+        (
+            *(0, 2, [*_SAME, *_SAME, (f"{A} {B}", f"{B} {A}")]),
+            *("the forward of net.first", "the forward of net.second"),
+        ),
+    ],
+)
+def test_other_calls_are_named_before_the_update(
+    limit: int, num_replicas: int, calls: list[tuple[str, str]], one: str, other: str
+) -> None:
+    texts = run_ranks(train, 2, limit, num_replicas, calls)
+    assert texts == [f"one came to {one} while another came to {other} after {len(calls) - 1}"] * 2
+
+
 @pytest.mark.shows("P88")
 def test_results_that_not_all_use_are_named_in_backward() -> None:
     calls = (f"{LARGE} {B} {LARGE}", f"{LARGE} {B} ~ {LARGE}")
-    texts = run_ranks(train, 2, 1000, [(A, A), calls])
+    texts = run_ranks(train, 2, 1000, 2, [*_SAME, calls])
     assert texts[0] == texts[1]
     assert "the backward of net" in texts[0]
     assert texts[0].endswith("after 1")
-
-
-@pytest.mark.shows("P88")
-@pytest.mark.parametrize(("limit", "num_replicas"), [(1000, 2), (0, 4)])
-def test_a_loss_that_uses_no_unit_is_named_while_others_are_in_backward(
-    limit: int, num_replicas: int
-) -> None:
-    texts = run_ranks(train, 2, limit, [(A, A), (A, f"{A} ~")], None, num_replicas)
-    named = "the backward of net.first while another came to the end of its calls"
-    assert texts == [f"one came to {named} after 1"] * 2
-
-
-@pytest.mark.shows("P88")
-def test_one_that_calls_a_network_again_while_the_other_is_in_backward_is_named() -> None:
-    texts = run_ranks(train, 2, 1000, [(A, A), (A, f"{A} | {A}")])
-    named = "the forward of net while another came to the backward of net.first"
-    assert texts == [f"one came to {named} after 1"] * 2
-
-
-@pytest.mark.shows("P88")
-def test_later_ones_are_named_before_the_update() -> None:
-    texts = run_ranks(train, 2, 0, [(A, A), (A, A), (f"{A} {B}", f"{B} {A}")])
-    named = "the forward of net.first while another came to the forward of net.second"
-    assert texts == [f"one came to {named} after 2"] * 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.plugins import Plugin
+from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import Sharded, ShardedModel, fit, read_bits, train
 
@@ -16,8 +16,6 @@ NAME = "layers.0.up.weight"
 
 
 class OwnState(ShardedModel):
-    """Has a state_dict of its own."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
 
@@ -35,15 +33,7 @@ class Reading(OwnState):
         super().load_state_dict(state_dict, fast_init)
 
 
-class Halving(Plugin):
-    """Halves a weight while it is loaded."""
-
-    def __init__(self) -> None:
-        super().__init__("halving")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
+class Halving(Quiet):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint["model"]["objects"]["net"]
         assert (saved[NAME].shape, saved[NAME].dtype) == ((25, 11), torch.float32)

@@ -44,11 +44,7 @@ class Disturbance:
     """What happens to a start.
 
     Attributes:
-        kind: what.
-        event: in which event.
         after: from which iteration of this start on.
-        number: of the file operation before which the process is killed.
-        rank: the process to which it happens.
     """
 
     kind: str
@@ -59,7 +55,6 @@ class Disturbance:
 
 
 def draw(chance: random.Random, num_processes: int = 1) -> Disturbance:
-    """Draw a disturbance of a start of so many processes."""
     kind = chance.choice(KINDS)
     # Only rank 0 writes.
     rank = 0 if kind in (OPERATION, FULL_DISK) else chance.randrange(num_processes)
@@ -69,7 +64,6 @@ def draw(chance: random.Random, num_processes: int = 1) -> Disturbance:
 
 
 def draw_store(chance: random.Random) -> helios.CheckpointStore:
-    """Draw whether a thread writes."""
     return helios.CheckpointStore(is_async=chance.random() < 0.5)
 
 
@@ -96,7 +90,6 @@ class Disturb(Plugin):
         setattr(self, disturbance.event, self._act)
 
     def setup(self) -> None:
-        """Begin to count."""
         self.num_begun = 0
         planned = self.disturbance
         if planned.kind == OPERATION and self.trainer.rank == planned.rank:

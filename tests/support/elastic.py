@@ -8,7 +8,6 @@ of a replica appends a line to a file of its process, so that what a killed run 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import random
@@ -28,7 +27,7 @@ from helios.ledger.book import FILE_NAME
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
-from tests.support.runs import digest
+from tests.support.runs import digest, digest_checkpoint
 
 SIDE = 6
 CLASSES = 5
@@ -40,15 +39,6 @@ class Elastic:
 
     Attributes:
         num_replicas: replicas of the run; ``None``: as many as there are processes.
-        accumulation: micro-batches of a step.
-        unit: what is counted.
-        total_steps: length of the run, in the unit.
-        chkpt_frequency: between checkpoints, in the unit.
-        length: samples of the data set.
-        batch_size: samples of a replica's batch.
-        num_workers: loader workers of a process.
-        options: further arguments of the trainer.
-        make_data: makes the data module; ``None``: that of :class:`Pictures`.
     """
 
     num_replicas: int | None = 4
@@ -154,8 +144,6 @@ class ElasticModel(helios.Model):
 
 
 class ElasticData(helios.DataModule):
-    """The data of a setting."""
-
     unsaved = ("setting",)
 
     def __init__(self, setting: Elastic) -> None:
@@ -189,7 +177,6 @@ class KillRank(Quiet):
 
 
 def make_trainer(folder: Path, setting: Elastic, *plugins: Plugin, **more: Any) -> helios.Trainer:
-    """Return a trainer of a setting."""
     options: dict[str, Any] = {
         "train_unit": setting.unit,
         "total_steps": setting.total_steps,
@@ -243,10 +230,7 @@ class Bits:
     """What a run did and left, in plain values that are compared.
 
     Attributes:
-        turns: by iteration and replica: ids, loss and images.
         means: by iteration: the mean loss, and what hooks drew before the turns and after them.
-        state: digests of the parts of the last checkpoint.
-        ledger: the lines of the ledger.
     """
 
     turns: dict[tuple[int, int], dict[str, Any]]
@@ -256,23 +240,14 @@ class Bits:
 
 
 def read_bits(folder: Path) -> Bits:
-    """Read what a run has left in its folder."""
     newest = helios.find_last_checkpoint(folder / "elastic")
     assert newest is not None
-    payload = helios.load_checkpoint(newest)
-    state = dict(payload["training_state"].dict(), average_iter_time=0.0)
-    parts = {
-        "name": newest.name,
-        "state": state,
-        "num_replicas": payload["num_replicas"],
-        **{name: payload[name] for name in ("cursor", "tables", "engine", "rng")},
-        **{f"model.{name}": part for name, part in payload["model"]["objects"].items()},
-        "rest of the model": {k: v for k, v in payload["model"].items() if k != "objects"},
-    }
+    names = ("num_replicas", "cursor", "tables", "engine", "rng")
+    state = digest_checkpoint(helios.load_checkpoint(newest), *names)
     return Bits(
         turns=_collect(_read(folder, "turns"), lambda line: (line["iteration"], line["replica"])),
         means=_collect(_read(folder, "means"), lambda line: line["iteration"]),
-        state={name: digest(part) for name, part in parts.items()},
+        state={"name": newest.name, **state},
         ledger=newest.with_name(FILE_NAME).read_text().splitlines(),
     )
 
@@ -288,9 +263,3 @@ def assert_same(found: Bits, expected: Bits) -> None:
     different = [name for name, bits in expected.state.items() if found.state.get(name) != bits]
     assert not different, f"{different} differ at the end"
     assert found.ledger == expected.ledger
-
-
-def fingerprint(bits: Bits) -> str:
-    """Return one digest of a run."""
-    text = json.dumps([sorted(bits.means.items()), sorted(bits.state.items())], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,17 +1,4 @@
-"""A grammar of what a run tells: pseudocode, read as a regular expression over events.
-
-The docstrings of ``Trainer.fit`` and its kin hold such pseudocode; event logs must be sentences of
-it. A line is one of these:
-
-- ``name(arguments)``: an event is told, or a method called;
-- ``for each …:``: what stands below it happens any number of times;
-- ``if …:``: it happens or not; what is known of a run decides;
-- ``a validation pass:``: it happens, and has a name; ``a validation pass``: it happens again;
-- ``break``: the loop is left; ``return``: all is left but for ``finally:``;
-- ``finally:``: it happens at the end, also after an exception, which may come at any place.
-
-A body of one line may stand behind its colon.
-"""
+"""Pseudocode of what a run tells, as the docstrings of ``Trainer.fit`` and its kin hold it."""
 
 from __future__ import annotations
 
@@ -22,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from helios.hooks.events import EVENTS
 
-RAISED = "an exception was raised"
 _TOLD = re.compile(r"([\w.]+)\((.*)\)")
 _ONE_LINE = re.compile(r"((?:if|for each) [^:]+:) (.+)")
 _INDENT = "    "
@@ -40,12 +26,6 @@ class Node:
         """The event that is told or the method that is called; empty for other lines."""
         found = _TOLD.fullmatch(self.text)
         return found.group(1) if found else ""
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The names of the arguments of an event."""
-        found = _TOLD.fullmatch(self.text)
-        return tuple(filter(None, found.group(2).split(", "))) if found else ()
 
     def walk(self) -> Iterator[Node]:
         """Yield the line and all below it."""

@@ -58,7 +58,6 @@ class Line:
 
     @property
     def told(self) -> str:
-        """What was told."""
         return f"{self.name}({self.arguments})"
 
 
@@ -67,10 +66,7 @@ class Reaction:
     """What a receiver does when it hears an event: it may raise, answer, or ask for something.
 
     Attributes:
-        event: the event.
-        act: gets the receiver; what it returns is the receiver's answer.
         number: which telling, from 1; 0 for each.
-        letter: which receiver.
     """
 
     event: str
@@ -89,7 +85,6 @@ class Recording:
 
     @property
     def names(self) -> list[str]:
-        """The names of what was told or called, once for each line."""
         return [line.name for line in self.lines]
 
     def hear(self, letter: str, name: str, owner: object, args: tuple[Any, ...]) -> Any:
@@ -129,10 +124,6 @@ def _describe(name: str, place: int, given: Any) -> str:
 
 
 class Linear(helios.Model):
-    """One layer, trained on batches of numbers."""
-
-    is_manual = False
-
     def __init__(self) -> None:
         super().__init__("linear")
 
@@ -142,13 +133,7 @@ class Linear(helios.Model):
             self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
 
     def train_step(self, batch: Any, state: TrainingState) -> Any:
-        loss = self.net(batch).square().mean()
-        if not self.is_manual:
-            return loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return None
+        return self.net(batch).square().mean()
 
     def predict_step(self, batch: Any, step: int) -> Any:
         return self.net(batch)
@@ -157,7 +142,10 @@ class Linear(helios.Model):
 class ManualLinear(Linear):
     """Does backward and steps itself."""
 
-    is_manual = True
+    def train_step(self, batch: Any, state: TrainingState) -> None:
+        super().train_step(batch, state).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class ScoringLinear(Linear):
@@ -184,13 +172,7 @@ class TwoNetworks(Linear):
 
 
 class Numbers(helios.DataModule):
-    """Ones, one a batch.
-
-    Args:
-        training: batches of the training.
-        evaluation: batches of each loader of each other phase; 0 for none.
-        loaders: loaders of each other phase.
-    """
+    """Ones, one a batch."""
 
     def __init__(self, training: int = 3, evaluation: int = 0, loaders: int = 1) -> None:
         super().__init__()
@@ -252,19 +234,6 @@ def _usual(kind: type, name: str) -> Callable[..., Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a trainer.
-
-    Attributes:
-        verb: the trainer's method.
-        options: the trainer's arguments, besides those that each recording has.
-        training: batches of an epoch.
-        evaluation: batches of each loader of an evaluation.
-        reactions: what receivers do.
-        loaders: loaders of each evaluation.
-        model: the class of the model.
-        error: the exception that the call raises, if any.
-    """
-
     verb: str = "fit"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     training: int = 3
@@ -276,12 +245,6 @@ class Call:
 
 
 def play(call: Call, folder: Path | None = None) -> Recording:
-    """Make a call of a trainer, and record it.
-
-    Args:
-        call: the call.
-        folder: the ``chkpt_root``; what lies there, the call goes on from.
-    """
     recording = Recording(call.reactions)
     plugins = [
         listener(Monitor, "Q", recording)("monitor"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from helios.hooks.events import EVENTS, Receiver
-from tests.support.event_grammar import RAISED
 from tests.support.event_logs import (
     LEGEND,
     Call,
@@ -18,7 +17,6 @@ from tests.support.event_logs import (
     ManualLinear,
     Reaction,
     ScoringLinear,
-    TwoNetworks,
     play,
     render,
 )
@@ -29,75 +27,12 @@ _WORDS = {"epochs": "epoch", "steps": "iteration"}
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """Calls in one folder, one after the other, each in a trainer of its own; the last one counts.
-
-    Attributes:
-        title: what happens, for the head of the golden file.
-        calls: the calls.
-        goes_on: whether the last one goes on from a checkpoint of those before.
-        is_over: whether it finds that the run has ended before.
-    """
+    """Calls in one folder, each in a trainer of its own, of which the last one counts."""
 
     title: str
     calls: tuple[Call, ...]
-    goes_on: bool = False
-    is_over: bool = False
-
-    @property
-    def call(self) -> Call:
-        """The call that is recorded."""
-        return self.calls[-1]
-
-    @property
-    def facts(self) -> dict[str, bool]:
-        """What is known of the whole of the last call, in the words of the pseudocode."""
-        has_raised = self.call.error is not None
-        if self.call.verb != "fit":
-            return {RAISED: has_raised, "there is data": self.call.evaluation > 0}
-        unit, evaluation = self.call.options["train_unit"], self.call.evaluation
-        return {
-            "the run has ended before": self.is_over,
-            "the run resumes": self.goes_on,
-            "the run is new": not self.goes_on,
-            "sanity_steps is set": "sanity_steps" in self.call.options and evaluation > 0,
-            "epochs are counted": unit == "epoch",
-            "steps are counted": unit == "iteration",
-            "train_step returns a loss": self.call.model is not ManualLinear,
-            "on_fit_start was called": not self.is_over,
-            RAISED: has_raised,
-            "nothing was raised": not has_raised,
-            **dict.fromkeys(self._never, False),
-            **dict.fromkeys(self._always, True),
-        }
-
-    @property
-    def _acts(self) -> list[Callable[[Any], Any]]:
-        return [reaction.act for reaction in self.call.reactions]
-
-    @property
-    def _never(self) -> list[str]:
-        """What never happens in a fit."""
-        call, acts = self.call, self._acts
-        has_validations = "valid_frequency" in call.options and call.evaluation > 0
-        possible = {
-            "the run is interrupted": _interrupt in acts,
-            "StopIteration is raised": _leave in acts,
-            "there are scores": call.model is ScoringLinear,
-            "should_log": "print_frequency" in call.options,
-            "a validation is due": has_validations,
-            "a validation was due": has_validations,
-        }
-        return [condition for condition, is_so in possible.items() if not is_so]
-
-    @property
-    def _always(self) -> list[str]:
-        """What happens every time in a fit."""
-        windows = ["a window begins", "the window ends"]
-        found = windows if "accumulation_steps" not in self.call.options else []
-        return found if _skip_step in self._acts else [*found, "the step is not skipped"]
 
     def record(self) -> list[Line]:
-        """Make all calls, and return what the last one has told."""
         with tempfile.TemporaryDirectory() as folder:
             return [play(call, Path(folder)).lines for call in self.calls][-1]
 
@@ -108,26 +43,6 @@ def _fail(owner: Any) -> None:
 
 def _leave(owner: Any) -> None:
     raise StopIteration
-
-
-def _say_yes(owner: Any) -> bool:
-    return True
-
-
-def _request_stop(owner: Any) -> None:
-    owner.context.request_stop("enough")
-
-
-def _request_checkpoint(owner: Any) -> None:
-    owner.context.request_checkpoint()
-
-
-def _interrupt(owner: Any) -> None:
-    owner.context.interrupt("the time is over")
-
-
-def _skip_step(owner: Any) -> None:
-    owner.context.skip_step("on purpose")
 
 
 def _options(unit: str, total_steps: float, **more: Any) -> dict[str, Any]:
@@ -153,12 +68,11 @@ def _regular(unit: str) -> Iterator[tuple[str, Situation]]:
         f"fit_by_{unit}_accumulating",
         fit(title, options=several, training=4, evaluation=2),
     )
-    several = {**options, "num_replicas": 2, "accumulation_steps": 2, "total_steps": 1}
-    title = f"By {unit}: one process carries two replicas; windows of two batches."
-    yield f"fit_by_{unit}_with_replicas", fit(title, options=several, training=4, evaluation=3)
     title = f"By {unit}: train_step returns None and steps itself; there is no validation data."
     yield f"manual_steps_by_{unit}", fit(title, model=ManualLinear)
-    skipping = Reaction("on_optimizer_step_start", _skip_step, 2)
+    skipping = Reaction(
+        "on_optimizer_step_start", lambda owner: owner.context.skip_step("on purpose"), 2
+    )
     title = f"By {unit}: a plugin leaves out the second update."
     yield f"skipped_step_by_{unit}", fit(title, evaluation=1, reactions=(skipping,))
 
@@ -169,23 +83,23 @@ def _special() -> Iterator[tuple[str, Situation]]:
     yield "sanity_check", Situation(title, (call,))
     call = Call(options=_options("epochs", 0), evaluation=1)
     yield "nothing_to_do", Situation("total_steps=0.", (call,))
-    options = _options("steps", 1, valid_frequency=1, accumulation_steps=2)
-    call = Call(options=options, training=2, evaluation=1, loaders=2, model=ScoringLinear)
-    yield "fit_with_two_loaders", Situation("A validation over two loaders.", (call,))
-    call = Call(options=_options("steps", 1, accumulation_steps=2), model=TwoNetworks)
-    title = "A YieldLoop: train_step yields a loss for each of two optimizers."
-    yield "generator_steps", Situation(title, (call,))
 
 
+_YES = Reaction("should_training_stop", lambda owner: True)
+_INTERRUPTION = Reaction(
+    "on_training_batch_end", lambda owner: owner.context.interrupt("the time is over")
+)
 _WISHES = {
-    "stop_poll": ("a stop poll is answered with yes", "should_training_stop", _say_yes),
-    "request_stop": ("a stop is requested", "on_training_batch_end", _request_stop),
-    "interruption": ("an interruption is asked for", "on_training_batch_end", _interrupt),
+    "stop_poll": ("a stop poll is answered with yes", _YES),
+    "request_stop": (
+        "a stop is requested",
+        Reaction("on_training_batch_end", lambda owner: owner.context.request_stop("enough")),
+    ),
+    "interruption": ("an interruption is asked for", _INTERRUPTION),
 }
 
 
 def _ends(unit: str) -> Iterator[tuple[str, Situation]]:
-    """Runs that end early."""
 
     def fit(title: str, options: dict[str, Any], *reactions: Reaction, **fields: Any) -> Situation:
         fields = {"training": 2, "evaluation": 1, **fields}
@@ -198,16 +112,16 @@ def _ends(unit: str) -> Iterator[tuple[str, Situation]]:
     title = "two validations without improvement, early_stop_cycles=2."
     yield f"early_stop_by_{unit}", fit(title, patient, model=ScoringLinear)
     windows = {**options, "accumulation_steps": 2}
-    for name, (text, event, act) in _WISHES.items():
+    for name, (text, wish) in _WISHES.items():
         title = f"{text} in the first of a window's two batches."
-        yield f"{name}_by_{unit}", fit(title, windows, Reaction(event, act), training=4)
-    late = Reaction("should_training_stop", _say_yes, {"epochs": 3, "steps": 2}[unit])
+        yield f"{name}_by_{unit}", fit(title, windows, wish, training=4)
+    late = dataclasses.replace(_YES, number={"epochs": 3, "steps": 2}[unit])
     title = "a stop poll behind a safe point is answered with yes."
     yield f"late_stop_poll_by_{unit}", fit(title, options, late)
     title = "the same, where no checkpoint was due."
     yield f"late_stop_poll_saves_by_{unit}", fit(title, {**options, "chkpt_frequency": 9}, late)
-    last = Reaction("on_training_batch_end", _interrupt, 2)
     title = "an interruption is asked for in an epoch's last batch."
+    last = dataclasses.replace(_INTERRUPTION, number=2)
     yield f"interruption_at_an_epochs_end_by_{unit}", fit(title, options, last)
     for place in ("step_start", "batch_start"):
         event = f"on_training_{place}"
@@ -227,9 +141,9 @@ def _resumes() -> Iterator[tuple[str, Situation]]:
     def on(title: str, options: dict[str, Any], batch: int, *more: Reaction) -> Situation:
         crashed = _crash(options, batch, *more, training=2, evaluation=1)
         call = Call(options=options, training=2, evaluation=1)
-        return Situation(title, (crashed, call), goes_on=True)
+        return Situation(title, (crashed, call))
 
-    asking = Reaction("on_training_batch_end", _request_checkpoint)
+    asking = Reaction("on_training_batch_end", lambda owner: owner.context.request_checkpoint())
     title = "By epochs: on from a requested checkpoint inside epoch 1."
     yield "resume_in_mid_epoch_by_epochs", on(title, _options("epochs", 1), 2, asking)
     title = "By steps: on from the checkpoint after batch 1 of 2."
@@ -242,7 +156,7 @@ def _resumes() -> Iterator[tuple[str, Situation]]:
         options = _options(unit, {"epochs": 2, "steps": 3}[unit])
         yield f"resume_at_an_epochs_end_by_{unit}", on(title, options, 3)
     call, title = Call(options=_options("epochs", 1)), "A run that has ended is started again."
-    yield "finished_run", Situation(title, (call, call), is_over=True)
+    yield "finished_run", Situation(title, (call, call))
 
 
 def _evaluations(verb: str) -> Iterator[tuple[str, Situation]]:
@@ -252,17 +166,12 @@ def _evaluations(verb: str) -> Iterator[tuple[str, Situation]]:
     call = Call(verb, evaluation=2, loaders=2, model=ScoringLinear)
     title = f"trainer.{verb} of a checkpoint, two loaders of two batches."
     yield f"{verb}_with_two_loaders", Situation(title, (fit, call))
-    call = Call(verb, options={"num_replicas": 2}, evaluation=3, model=ScoringLinear)
-    if verb != "predict":  # which is not shared
-        title = f"trainer.{verb} in one process that carries two replicas, two batches and one."
-        yield f"{verb}_with_replicas", Situation(title, (call,))
     title = f"trainer.{verb} without data for it."
     yield f"{verb}_without_data", Situation(title, (Call(verb),))
 
 
 @functools.cache
 def situations() -> dict[str, Situation]:
-    """Return all situations, by the name of the golden file."""
     found = [*_special(), *_resumes()]
     for unit in UNITS:
         found += [*_regular(unit), *_ends(unit)]
@@ -309,12 +218,11 @@ def _raising(event: str) -> Situation:
     title = f"{letter} raises in {event}"
     if calls[-1].verb != "fit":
         title += f", in trainer.{calls[-1].verb}"
-    return Situation(title, calls, goes_on=event in _RESUMING)
+    return Situation(title, calls)
 
 
 @functools.cache
 def exceptions() -> dict[str, Situation]:
-    """Return, for each event, a situation in which one of its receivers raises."""
     return {event: _raising(event) for event in EVENTS}
 
 
@@ -340,7 +248,6 @@ def lines_after_exception(event: str) -> tuple[Line, ...]:
 
 
 def golden_log(name: str) -> str:
-    """Return the text of a golden event log."""
     return f"# {situations()[name].title}\n{LEGEND}\n{render(lines_of(name))}"
 
 
@@ -353,6 +260,5 @@ def golden_log_of_exceptions() -> str:
 
 
 def golden_logs() -> dict[str, str]:
-    """Return the text of each golden event log, by the name of its file."""
     logs = {f"{name}.txt": golden_log(name) for name in situations()}
     return {**logs, "exceptions.txt": golden_log_of_exceptions()}

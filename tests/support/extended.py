@@ -23,7 +23,7 @@ from helios import DataLoaderParams, DataModule, Engine, Model, Plugin, Trainer
 from helios.core import rng
 from helios.ledger.book import FILE_NAME
 from helios.loops import OptimizerLoop
-from tests.support.runs import digest
+from tests.support.runs import digest_checkpoint
 
 
 class Points(Dataset[Any]):
@@ -69,41 +69,23 @@ class Tasks(Model):
 
 
 class Curve(Tasks):
-    """One loss."""
-
     def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
         return sum(super().train_step(batch, state).values())
 
 
-def combine(parameters: list[Tensor], gradients: list[list[Tensor | None]]) -> None:
-    """Put one gradient of two into parameters, each without what opposes the other one."""
-    flat = []
-    for each in gradients:
-        pairs = zip(parameters, each, strict=True)
-        parts = [torch.zeros_like(p) if g is None else g for p, g in pairs]
-        flat.append(torch.cat([part.flatten() for part in parts]))
-    first, second = flat
-    product = (first * second).sum()
-    if product < 0:
-        first, second = (
-            first - product / (second * second).sum() * second,
-            second - product / (first * first).sum() * first,
-        )
-    sizes = [p.numel() for p in parameters]
-    for parameter, part in zip(parameters, (first + second).split(sizes), strict=True):
-        parameter.grad = part.view_as(parameter)
-
-
 class Surgery(Tasks):
-    """Gradient surgery."""
+    """Gradient surgery: of two gradients that oppose each other only the first one counts."""
 
     def backward(self, losses: Mapping[str, Tensor]) -> None:
         parameters, gradients = self.optimizer.param_groups[0]["params"], []
         for loss in losses.values():
             self.engine.backward_loss(loss, retain_graph=True)
-            gradients.append([p.grad for p in parameters])
+            gradients.append(
+                [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            )
             self.optimizer.zero_grad()
-        combine(parameters, gradients)
+        for parameter, first, second in zip(parameters, *gradients, strict=True):
+            parameter.grad = first + second if (first * second).sum() >= 0 else first
 
 
 class Sharpness(OptimizerLoop):
@@ -131,8 +113,6 @@ class Sharpness(OptimizerLoop):
 
 
 class Growing(DataModule):
-    """Shows more points in each epoch."""
-
     def setup(self) -> None:
         self.points = Points(list(range(8)))
         params = DataLoaderParams(batch_size=2, shuffle=True)
@@ -207,17 +187,7 @@ class NoisyEngine(Engine):
 
 @dataclass(frozen=True)
 class Extension:
-    """What a training is made of.
-
-    Attributes:
-        make_model: makes the model of a name.
-        make_data: makes the data module.
-        make_engine: makes the engine; ``None`` for the trainer's.
-        make_loop: makes the optimizer loop; ``None`` for the default one.
-        refused: the error of a run that has more replicas than processes; empty if any number of
-            processes may run it.
-        accumulation: how many batches a step has.
-    """
+    """What a training is made of; ``refused`` is the error where a process has two replicas."""
 
     make_model: Callable[[str], Model]
     make_data: Callable[[], DataModule] = Data
@@ -266,12 +236,9 @@ def read_bits(folder: Path) -> dict[str, str]:
     for run in sorted(each for each in folder.iterdir() if each.is_dir()):
         newest = helios.find_last_checkpoint(run)
         assert newest is not None
-        payload = helios.load_checkpoint(newest)
-        state = dict(payload["training_state"].dict(), average_iter_time=0.0)
-        parts = {name: payload[name] for name in ("cursor", "engine", "rng", "loops")}
-        parts |= {f"model.{name}": part for name, part in payload["model"]["objects"].items()}
-        parts |= {name: part for name, part in payload.items() if name in ("plugins", "tables")}
-        found |= {f"{run.name}/{part}": digest(value) for part, value in parts.items()}
-        found |= {f"{run.name}/name": newest.name, f"{run.name}/state": digest(state)}
+        names = ("cursor", "engine", "rng", "loops", "plugins", "tables")
+        parts = digest_checkpoint(helios.load_checkpoint(newest), *names)
+        found |= {f"{run.name}/{name}": part for name, part in parts.items()}
+        found[f"{run.name}/name"] = newest.name
         found[f"{run.name}/ledger"] = newest.with_name(FILE_NAME).read_text()
     return found

@@ -89,7 +89,6 @@ class Faults(Quiet):
     Its state is large enough for writes inside and behind those of ``torch.save``.
 
     Args:
-        fault: what goes wrong; ``None`` to write down only.
         settles: whether every batch begins with no save in flight.
     """
 
@@ -197,12 +196,7 @@ def by_save(operations: list[Operation]) -> list[list[Operation]]:
 
 
 def part_of(operation: Operation, save: list[Operation]) -> str:
-    """Return which part of a save an operation is: commit, sync, deletion, note, or lock.
-
-    Args:
-        operation: one of the save's.
-        save: its operations, in their order.
-    """
+    """Return which part of a save an operation is: commit, sync, deletion, note, or lock."""
     if operation.about == "lock":
         return "lock"
     kinds = [str(other) for other in save]
@@ -216,14 +210,12 @@ def part_of(operation: Operation, save: list[Operation]) -> str:
 
 
 def committed(folder: Path) -> list[int]:
-    """Return the iterations of the checkpoints in a run's folder."""
     return sorted(
         place[1] for place in map(file_names.parse, file_names.find_checkpoints(folder)) if place
     )
 
 
 def names(folder: Path) -> list[str]:
-    """Return what lies in a folder, besides the evidence."""
     return sorted(path.name for path in folder.iterdir() if path.name not in EVIDENCE)
 
 
@@ -233,7 +225,6 @@ def make_store(mode: str, **more: Any) -> dict[str, Any]:
 
 
 def open_descriptors() -> set[tuple[str, str]]:
-    """Return the open files of this process."""
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

@@ -53,11 +53,7 @@ _WRAPPED = {
 
 
 class Trail:
-    """The file operations below a folder, and the hooks, of the thread that trains.
-
-    Attributes:
-        lines: what was done, without repetitions.
-    """
+    """The file operations below a folder, and the hooks, of the thread that trains."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = f"{folder}{os.sep}"
@@ -139,7 +135,6 @@ class Told(Plugin):
     """Adds hooks to a trail.
 
     Args:
-        trail: the trail; ``None`` for none.
         dies_at: the iteration at whose start the process is killed; 0 for none.
     """
 
@@ -153,9 +148,6 @@ class Told(Plugin):
     def _tell(self, name: str) -> None:
         if self.trail is not None:
             self.trail.add(f"{name}()")
-
-    def setup(self) -> None:
-        self._tell("setup")
 
     def on_training_step_start(self, state: TrainingState) -> None:
         self._tell("on_training_step_start")
@@ -175,7 +167,7 @@ def _make_teller(name: str) -> Callable[..., None]:
 
 
 for _name in (
-    *("on_load_checkpoint", "on_checkpoint_loaded", "on_fit_start", "on_training_start"),
+    *("setup", "on_load_checkpoint", "on_checkpoint_loaded", "on_fit_start", "on_training_start"),
     *("on_training_resume", "on_testing_start", "on_testing_end", "on_save_checkpoint"),
     *("on_training_end", "on_exception", "on_fit_end", "teardown"),
 ):
@@ -183,8 +175,6 @@ for _name in (
 
 
 class Data(helios.DataModule):
-    """Eight numbers."""
-
     unsaved = ("trail", "wrongs")
 
     def __init__(self, trail: Trail | None = None, wrongs: Collection[str] = ()) -> None:
@@ -233,13 +223,8 @@ class Stepless(helios.Model):
 
 
 class Line(Stepless):
-    """A line."""
-
     def train_step(self, batch: Any, state: TrainingState) -> Any:
         return self.net(batch[0]).square().mean()
-
-
-Act = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,9 +232,6 @@ class Wrong:
     """Something wrong that a call refuses.
 
     Attributes:
-        error: the class of the error.
-        says: a part of its message.
-        options: arguments of the trainer, in place of others.
         gone: which files are away, as a pattern.
         spoil: what is done in the process before.
     """
@@ -288,9 +270,7 @@ WRONGS = {
     ),
     "prepare_data() fails": Wrong("OSError", "no network"),
     "another run holds the lock": Wrong(
-        "FolderInUseError",
-        "in use by another run",
-        spoil=_hold_the_lock,
+        "FolderInUseError", "in use by another run", spoil=_hold_the_lock
     ),
     "the folder is of another run": Wrong(
         "RunMismatchError", "belongs to the run", {"run_name": "other"}
@@ -318,18 +298,14 @@ class Situation:
     """A call that is recorded.
 
     Attributes:
-        title: what the page calls it.
-        refuses: what it refuses, in this order.
         before: how the run was left: ``None`` for nothing, else the iteration at which it was
             killed, or 0 if it has ended.
-        act: the call.
-        options: arguments of the trainer besides those of all situations.
     """
 
     title: str
     refuses: tuple[str, ...] = ()
     before: int | None = None
-    act: Act = helios.Trainer.fit
+    act: Callable[..., Any] = helios.Trainer.fit
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -387,7 +363,6 @@ SITUATIONS = {
 
 
 def _make_trainer(folder: Path, *plugins: Plugin, **options: Any) -> helios.Trainer:
-    """Return the trainer of all situations."""
     given = {
         "train_unit": "iteration",
         "total_steps": LAST,
@@ -423,13 +398,6 @@ def leave(folder: Path, situation: Situation) -> None:
 
 @dataclasses.dataclass
 class Played:
-    """What a call has done.
-
-    Attributes:
-        lines: its trail.
-        error: the class and the message of its error; empty without one.
-    """
-
     lines: list[str]
     error: str
 
@@ -439,7 +407,9 @@ def play(folder: Path, situation: Situation, wrongs: Collection[str] = ()) -> Pl
 
     def work() -> Played:
         trail = Trail(folder)
-        plugins = _make_plugins(trail, wrongs)
+        plugins: list[Plugin] = [Told(trail)]
+        if "one score has two modes" in wrongs:
+            plugins.append(EarlyStopping("score", patience=9, mode="min"))
         options = dict(situation.options)
         for name in wrongs:
             WRONGS[name].spoil(folder)
@@ -462,22 +432,12 @@ def play(folder: Path, situation: Situation, wrongs: Collection[str] = ()) -> Pl
     return played
 
 
-def _make_plugins(trail: Trail, wrongs: Collection[str]) -> list[Plugin]:
-    told: list[Plugin] = [Told(trail)]
-    if "one score has two modes" in wrongs:
-        told.append(EarlyStopping("score", patience=9, mode="min"))
-    return told
-
-
 @contextmanager
 def _without(folder: Path, wrongs: Collection[str]) -> Iterator[None]:
     """Keep the files away that are gone."""
-    places = [
-        place
-        for name in wrongs
-        if WRONGS[name].gone
-        for place in (folder / "runs" / "net").glob(WRONGS[name].gone)
-    ]
+    run = folder / "runs" / "net"
+    patterns = [WRONGS[name].gone for name in wrongs if WRONGS[name].gone]
+    places = [place for pattern in patterns for place in run.glob(pattern)]
     for place in places:
         place.rename(folder.parent / place.name)
     try:

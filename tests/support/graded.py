@@ -44,7 +44,6 @@ class Samples(Numbers):
 
 
 def make(root: Path | None, *plugins: Plugin, **options: Any) -> Trainer:
-    """Return a trainer."""
     return Trainer(
         chkpt_root=root, use_cpu=True, print_banner=False, plugins=list(plugins), **options
     )
@@ -60,11 +59,9 @@ def fit(root: Path | None, *plugins: Plugin, model: Line | None = None, **option
 
 
 def file_of(root: Path, epoch: int) -> Path:
-    """Return the checkpoint of an epoch."""
     return root / "line" / f"line_epoch_{epoch}_iter_{STEPS * epoch}.pth"
 
 
 def epochs_of(root: Path) -> list[int]:
-    """Return the epochs that have a checkpoint."""
     iterations = [path.stem.rpartition("_")[2] for path in (root / "line").glob("*.pth")]
     return sorted(int(text) // STEPS for text in iterations)

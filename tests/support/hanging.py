@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, get_worker_info
 import helios
 from helios import CheckpointStore, DataLoaderParams
 from helios.start import hangs
+from tests.support.kills import all_gone
 
 SECONDS = 150
 """How long a start may take at most."""
@@ -94,13 +95,7 @@ class Data(helios.DataModule):
 
 
 class Net(helios.Model):
-    """Does something in the second step of one rank.
-
-    Args:
-        folder: where it leaves what the test looks for.
-        act: the name of what it does.
-        late: on which rank.
-    """
+    """Does something in the second step of one rank."""
 
     unsaved = ("act",)
 
@@ -129,16 +124,7 @@ def train(
     timeout: float | None = 2.0,
     grace: float = 20.0,
 ) -> helios.Trainer:
-    """Train for eight steps, as far as it comes.
-
-    Args:
-        folder: for checkpoints, and for what is looked for.
-        act: what is done; empty for nothing.
-        late: on which rank.
-        num_workers: loader workers; with some of them, a sample never comes.
-        timeout: ``hang_timeout``.
-        grace: seconds from a signal to an end without a save.
-    """
+    """Train for eight steps, as far as it comes."""
     hangs.WARNING_SECONDS = 0.9
     trainer = helios.Trainer(
         train_unit="iteration",
@@ -157,13 +143,7 @@ def train(
 
 
 def run_forked(folder: Path, count: int = 1, **options: Any) -> tuple[list[int | None], list[str]]:
-    """Train in forks of this process; returns their exit codes, and what they have said.
-
-    Args:
-        folder: as for :func:`train`.
-        count: the number of ranks; rank 0 has the store of several.
-        **options: as for :func:`train`.
-    """
+    """Train in forks of this process; returns their exit codes, and what they have said."""
     with socket.create_server(("127.0.0.1", 0)) as ear:
         port = ear.getsockname()[1]
     logs = [folder / f"log-{rank}" for rank in range(count)]
@@ -203,21 +183,8 @@ def _serve(rank: int, count: int, port: int, log: Path, folder: Path, **options:
 
 
 def survives(pid: int) -> bool:
-    """Whether a process goes on; one that was killed may need a moment on a busy machine."""
-    deadline = time.monotonic() + 30
-    while _is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return _is_running(pid)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+    return not all_gone([pid])
 
 
 def list_workers(folder: Path) -> list[int]:
-    """Return the ids of the loader workers that have read something."""
     return [int(path.name.partition("-")[2]) for path in folder.glob("worker-*")]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import helios
-from helios.core.sharded_tensors import whole_of
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.ranks import run_ranks
+from tests.support.sharded import digests_of, train_here
 
 WIDTH, WORDS, LENGTH = 12, 29, 7
 
@@ -122,12 +120,7 @@ class Keyed:
     """What a training is made of.
 
     Attributes:
-        network: ``"zoo"`` or ``"gpt"``.
         units: which of the network's modules ``Model.shard`` returns.
-        optimizer: the name of its class.
-        sharding: as ``Trainer`` takes it.
-        total_steps: its length.
-        options: further arguments of the trainer.
     """
 
     network: str = "zoo"
@@ -192,13 +185,9 @@ class KeyedModel(helios.Model):
         self._write("last")
 
     def _write(self, name: str) -> None:
-        tensors = dict(self.net.named_parameters()) | dict(self.net.named_buffers())
-        for key, parameter in [*tensors.items()]:
-            for part, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key} {part}"] = value
-        lines = [f"{key} {digest_of(part)}" for key, part in tensors.items()]
+        text = digests_of(self.net, self.optimizer)
         if self.trainer.global_rank == 0:
-            (self.folder / f"{name}.txt").write_text("\n".join(lines))
+            (self.folder / f"{name}.txt").write_text(text)
 
 
 def is_simple(module: nn.Module) -> bool:
@@ -206,15 +195,7 @@ def is_simple(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d | nn.LayerNorm)
 
 
-def digest_of(tensor: Tensor) -> str:
-    """Return a digest of the whole of a tensor; all processes call this together."""
-    whole = whole_of(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(whole.numpy().tobytes()).hexdigest()[:16]
-
-
 class KeyedData(helios.DataModule):
-    """Sequences of words."""
-
     def setup(self) -> None:
         words = (torch.arange(48 * LENGTH) * 7 % WORDS).view(48, LENGTH)
         dataset = torch.utils.data.TensorDataset(words)
@@ -226,31 +207,12 @@ class KeyedData(helios.DataModule):
 
 def fit_keyed(rank: int, folder: Path, setting: Keyed, *plugins: Plugin) -> None:
     """Train as a rank."""
-    if dist.get_world_size() == 1:
-        dist.destroy_process_group()
-    folder.mkdir(exist_ok=True)
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=setting.total_steps,
-        num_replicas=4,
-        use_cpu=True,
-        print_banner=False,
-        plugins=plugins,
-        **{
-            "sharding": setting.sharding,
-            "init": "keyed",
-            "chkpt_root": folder,
-            "chkpt_frequency": 1,
-            **setting.options,
-        },
-    )
-    trainer.fit(KeyedModel(folder, setting), KeyedData())
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    options = {"total_steps": setting.total_steps, "num_replicas": 4, "init": "keyed"}
+    options |= {"sharding": setting.sharding, **setting.options}
+    train_here(folder, KeyedModel(folder, setting), KeyedData(), *plugins, **options)
 
 
 def train_keyed(folder: Path, num_processes: int, setting: Keyed, *plugins: Plugin) -> None:
-    """Train in as many processes."""
     run_ranks(fit_keyed, num_processes, folder, setting, *plugins)
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,6 @@ class KillAtFileOperation:
         self.count = 0
 
     def install(self) -> None:
-        """Wrap the functions of ``core.files``, in this process."""
         for name in ("create", "fsync", "replace", "unlink", "fsync_folder", "make_folder"):
             setattr(files, name, self._wrap(getattr(files, name)))
 
@@ -83,7 +83,6 @@ def run_in_child(work: Callable[[], Any], result: Path) -> int:
 
 
 def train_in_child(folder: Path, setting: Setting, *plugins: Plugin) -> int:
-    """Train in a forked child; returns its exit code."""
     return run_in_child(lambda: train(folder, setting, *plugins), folder.with_suffix(".outcome"))
 
 
@@ -91,3 +90,19 @@ def outcome_of(folder: Path) -> Outcome:
     """Return what the child that came to its end has left."""
     outcome: Outcome = pickle.loads(folder.with_suffix(".outcome").read_bytes())
     return outcome
+
+
+def all_gone(pids: list[int]) -> bool:
+    """Whether processes have ended; on a busy machine one that was killed needs a moment."""
+    deadline = time.monotonic() + 60
+    while not all(map(is_gone, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return all(map(is_gone, pids))
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; without an init that collects them, orphans stay as zombies."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

@@ -20,10 +20,6 @@ class LiveBytes(TorchDispatchMode):
 
     What an operator allocates and frees itself is not seen; tensors on the meta device have no
     bytes.
-
-    Attributes:
-        peaks: the most bytes in each phase.
-        phase: the name of the phase under way; empty outside of all.
     """
 
     def __init__(self) -> None:
@@ -49,7 +45,6 @@ class LiveBytes(TorchDispatchMode):
         return found
 
     def count(self) -> int:
-        """Return how many bytes are alive."""
         total = 0
         for place, reference in [*self._storages.items()]:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -75,7 +70,6 @@ class LiveBytes(TorchDispatchMode):
             self.phase = before
 
     def around(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function in which a phase is under way."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.during(phase):

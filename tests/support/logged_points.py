@@ -21,7 +21,6 @@ def mlflow_runs(uri: str, experiment: str = "Default") -> list[Any]:
 
 
 def mlflow_points(uri: str, experiment: str = "Default") -> Points:
-    """Return the points of the only run."""
     from mlflow import MlflowClient
 
     runs = mlflow_runs(uri, experiment)

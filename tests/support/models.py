@@ -13,12 +13,7 @@ from helios.state import TrainingState
 
 
 class Fitting(helios.Model):
-    """Learns to answer with zeros.
-
-    Attributes:
-        rate: the learning rate.
-        part: the index of what the network sees of a batch.
-    """
+    """Learns to answer with zeros."""
 
     rate = 0.1
     part = 0
@@ -31,11 +26,9 @@ class Fitting(helios.Model):
         self.optimizer = self.make_optimizer()
 
     def make_net(self) -> nn.Module:
-        """Return the network; one layer of five inputs by default."""
         return nn.Linear(5, 1)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer of the network; SGD by default."""
         return torch.optim.SGD(self.net.parameters(), lr=self.rate)
 
     def train_step(self, batch: Any, state: TrainingState) -> Any:
@@ -43,17 +36,12 @@ class Fitting(helios.Model):
 
 
 def forward(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs of a model's network, and a loss."""
     outputs = model.net(batch)
     return outputs, outputs.square().mean()
 
 
 class OneLayer(helios.Model):
-    """One layer; its steps are those of a batch processor.
-
-    Args:
-        processor: the processor; by default it calls :func:`forward`.
-    """
+    """One layer; its steps are those of a batch processor."""
 
     rate = 0.1
 

@@ -12,7 +12,6 @@ import shutil
 import sys
 import types
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch.utils.data import Dataset
 
 import helios
 from helios.state import TrainingState
+from tests.support.sums import bits
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "old_checkpoints"
 FILES = sorted(path.relative_to(GOLDEN).as_posix() for path in GOLDEN.rglob("*.pth"))
@@ -42,36 +42,18 @@ class Stub:
         self.parts = (*self.parts, state)
 
 
-class _Reader(pickle.Unpickler):
-    def __init__(self, data: bytes, container: zipfile.ZipFile, prefix: str) -> None:
-        super().__init__(io.BytesIO(data))
-        self._container, self._prefix = container, prefix
-
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch" and name.endswith("Storage"):
-            return name
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return self._rebuild
-        return type("Stub", (Stub,), {"name": f"{module}.{name}"})
-
-    def persistent_load(self, pid: Any) -> tuple[str, bytes]:
-        _, kind, key, _, _ = pid
-        return kind, self._container.read(f"{self._prefix}/data/{key}")
-
-    @staticmethod
-    def _rebuild(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> tuple[Any, ...]:
-        """Return what a tensor is, without making one."""
-        kind, data = storage
-        return kind, offset, tuple(size), tuple(stride), data
+        if module.partition(".")[0] in ("torch", "collections"):
+            return super().find_class(module, name)
+        return type("Stub", (Stub,), {})
 
 
 def read_raw(path: Path) -> Any:
-    """Read a file with the standard library only; each tensor is a tuple that ends in its bytes."""
-    with zipfile.ZipFile(path) as container:
-        name = next(n for n in container.namelist() if n.endswith("/data.pkl"))
-        return _Reader(container.read(name), container, name.removesuffix("/data.pkl")).load()
+    """Read a file with PyTorch alone; what is neither a tensor nor plain is a stub."""
+    module = types.ModuleType("unpickling")
+    vars(module).update(vars(pickle), Unpickler=_Unpickler)
+    return torch.load(path, weights_only=False, pickle_module=module)
 
 
 def entry(tree: Any, name: str) -> Any:
@@ -83,30 +65,22 @@ def entry(tree: Any, name: str) -> Any:
 
 
 def raw_model(path: Path) -> Any:
-    """Return the user's state in an old file."""
     model = entry(read_raw(path), "model")
     return entry(model, "user") if any(isinstance(key, Stub) for key in model) else model
 
 
 def raw_counters(path: Path) -> dict[str, Any]:
-    """Return the counters in an old file, as it has them."""
     state = entry(read_raw(path), "training_state")
     return dict(state.parts[0] if isinstance(state, Stub) else state)
 
 
-_KINDS = {torch.float32: "FloatStorage", torch.int64: "LongStorage", torch.uint8: "ByteStorage"}
-
-
 def is_same(raw: Any, value: Any) -> bool:
     """Whether a value has the structure, the types and the bytes of what was read raw."""
-    if isinstance(value, torch.Tensor):
-        kind, offset, size, stride, data = raw
-        storage = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        is_alike = (kind, size, stride) == (_KINDS[value.dtype], value.shape, value.stride())
-        start = offset * value.element_size()
-        return is_alike and data[start : start + len(storage)] == storage
     if type(raw) is not type(value):
         return False
+    if isinstance(value, torch.Tensor):
+        kinds = [(each.dtype, each.shape, each.stride()) for each in (raw, value)]
+        return kinds[0] == kinds[1] and bits(raw) == bits(value)
     if isinstance(raw, dict):
         is_ordered = list(raw) == list(value)
         return is_ordered and all(is_same(raw[key], value[key]) for key in raw)
@@ -137,8 +111,6 @@ class _Samples(Dataset):
 
 
 class Data(helios.DataModule):
-    """The data of the golden files."""
-
     def __init__(self, length: int = NUM_SAMPLES) -> None:
         super().__init__()
         self._length = length
@@ -223,7 +195,6 @@ RICH = ("net", "optimizer", "net2", "optimizer2", "scheduler", "ema", "best", "s
 
 
 def names_for(name: str) -> tuple[str, ...]:
-    """Return what the model of a golden file has saved."""
     if name.startswith("1.0.0"):
         return ()
     return RICH if name.endswith("epoch_4_iter_8.pth") else ("net", "optimizer")

@@ -7,6 +7,7 @@ port is taken. Whatever happens, none of them outlives the call.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import faulthandler
@@ -18,7 +19,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -74,13 +75,6 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) 
 
     Args:
         fn: a function of a module; it and its arguments and results must be picklable.
-        n: number of processes.
-        *args: further arguments, the same on all ranks.
-        timeout: seconds until all ranks must be done; they end by events, so it is generous.
-
-    Raises:
-        RankError: if a rank fails (with its traceback), dies, or is not done in time; the other
-            ranks are killed.
     """
     deadline = time.monotonic() + timeout
     work = pickle.dumps((fn, args))
@@ -109,6 +103,17 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) 
                 receiver.close()
                 sender.close()
     return [report.result for report in reports]
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Leave a group of one rank during the block: a run in one process has none."""
+    is_alone = dist.get_world_size() == 1
+    if is_alone:
+        dist.destroy_process_group()
+    yield
+    if is_alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def spawn_from_server(fn: Callable[..., Any], n: int, args: tuple[Any, ...], **_: Any) -> Any:

@@ -51,8 +51,6 @@ class Subject:
     """A call whose logs are compared.
 
     Attributes:
-        title: what it is, for the head of the golden file.
-        call: the call, for one replica.
         needs_processes: whether each replica needs a process of its own.
     """
 
@@ -61,7 +59,6 @@ class Subject:
     needs_processes: bool = False
 
     def places(self) -> list[tuple[int, int]]:
-        """Return the numbers of replicas and processes on which it runs."""
         return [(v, p) for v, p in PLACES if v == p or not self.needs_processes]
 
     def on(self, num_replicas: int) -> Call:
@@ -148,7 +145,6 @@ def sections_of(name: str, places: list[tuple[int, int]]) -> dict[str, str]:
 
 
 def golden_log(name: str) -> str:
-    """Return the text of the golden file of a subject."""
     subject = SUBJECTS[name]
     by_log: dict[str, list[str]] = {}
     for place, text in sections_of(name, sorted(subject.places())).items():
@@ -158,12 +154,10 @@ def golden_log(name: str) -> str:
 
 
 def golden_logs() -> dict[str, str]:
-    """Return the text of each golden file, by its name."""
     return {f"{name}.txt": golden_log(name) for name in SUBJECTS}
 
 
 def parse(text: str) -> dict[str, str]:
-    """Return the sections of a golden file by place."""
     found = {}
     for section in text.split("\n## ")[1:]:
         places, _, log = section.partition("\n")

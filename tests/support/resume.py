@@ -19,7 +19,6 @@ _RESUME = ["on_checkpoint_loaded", "on_fit_start", "on_training_start", "on_trai
 
 
 def iteration_of(path: Path) -> int:
-    """Return the iteration at which a checkpoint was saved."""
     return int(path.stem.split("_iter_")[1])
 
 
@@ -76,14 +75,8 @@ def resume_everywhere(
     The default tier restarts from some of them (`restarts_of`), the full tier from all.
 
     Args:
-        make_run: trains in the folder that it is given, from what lies there.
-        folder: an empty folder.
         make_resumed: trains after a restart, if something is to be changed (workers, say).
-        compares_events: whether the event logs must join, too.
         is_whole: whether the default tier restarts from all of them, too.
-
-    Returns:
-        The undisturbed run.
     """
     whole = make_run(folder / "whole")
     finished = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +186,6 @@ class SmallModel(helios.Model):
 
 
 class IndexModule(helios.DataModule):
-    """The data of a setting."""
-
     unsaved = ("fetched", "setting")
 
     def __init__(self, setting: Setting) -> None:
@@ -278,6 +276,18 @@ def digest(tree: Any) -> str:
     return parts.hexdigest()
 
 
+def digest_checkpoint(payload: Mapping[str, Any], *names: str) -> dict[str, str]:
+    """Return digests of the model, the state and the parts of these names in a checkpoint."""
+    model = payload["model"]
+    parts = {
+        "state": dict(payload["training_state"].dict(), average_iter_time=0.0),
+        "rest of the model": {key: part for key, part in model.items() if key != "objects"},
+        **{f"model.{name}": part for name, part in model["objects"].items()},
+        **{name: payload[name] for name in names if name in payload},
+    }
+    return {name: digest(part) for name, part in parts.items()}
+
+
 @dataclasses.dataclass
 class Outcome:
     """What a training left: compared on bytes."""
@@ -343,7 +353,6 @@ def train(folder: Path, setting: Setting, *plugins: Plugin) -> Outcome:
 def replay(
     folder: Path, setting: Setting, *plugins: Plugin, **part: int | None
 ) -> tuple[Replay, Outcome]:
-    """Replay a part of the run in a folder."""
 
     def act(trainer: helios.Trainer, *given: Any) -> Replay:
         return trainer.replay(*given, **part)

@@ -26,19 +26,7 @@ from tests.support.ranks import FORKSERVER, die_with_parent
 def call(
     main: Callable[[], Any], *arguments: Any, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """Call the main function of a module as ``python script.py arguments`` would.
-
-    Args:
-        main: reads its arguments from ``sys.argv``.
-        *arguments: the command line.
-        timeout: seconds until it must have ended.
-
-    Returns:
-        The exit code, negative for a signal, and what was written to stdout and stderr.
-
-    Raises:
-        subprocess.TimeoutExpired: if it has not ended in time; it is killed.
-    """
+    """Call the main function of a module as ``python script.py arguments`` would."""
     line = [main.__module__, *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]

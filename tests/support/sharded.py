@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, dropout, gelu
@@ -24,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 import helios
 from helios import Unit
 from helios.core.sharded_tensors import whole_of
+from helios.loops import OptimizerLoop
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support.quiet import Quiet
-from tests.support.ranks import run_ranks
+from tests.support.elastic import KillRank
+from tests.support.ranks import alone, run_ranks
 
 IS_ABLE = "set_reduce_scatter_unused_params" in dir(FSDPModule)
 """Whether this PyTorch has an FSDP that reduces as we say."""
@@ -40,15 +38,8 @@ class Sharded:
     """What a training is made of.
 
     Attributes:
-        num_replicas: replicas of the run.
-        total_steps: its length.
-        sharding: as ``Trainer`` takes it.
-        num_samples: of the training data.
-        num_valid: of the validation data, after every second step; 0 for none.
-        has_norm: whether there are BatchNorm layers, which replicas update in turn.
         again: what computes activations again in backward: ``"forward"`` of the network, that of
             the ``"units"``, ``"both"``, units in units (``"nested"``) or ``"none"``.
-        options: further arguments of the trainer.
     """
 
     num_replicas: int = 3
@@ -158,30 +149,27 @@ class ShardedModel(helios.Model):
         return {"loss": (loss.item(), len(indices)), "seen": (len(indices), 1)}
 
     def on_training_end(self) -> None:
-        parts = digests_of(self)
+        text = digests_of(self.net, self.optimizer)
         if self.trainer.global_rank == 0:
-            text = "\n".join(f"{name} {value}" for name, value in parts.items())
             (self.folder / "bits.txt").write_text(text)
 
 
-def digests_of(model: ShardedModel) -> dict[str, str]:
-    """Return a digest of each tensor; all processes call this together."""
-    found: dict[str, Tensor] = dict(model.net.named_parameters())
-    for name, parameter in [*found.items()]:
-        for key, value in model.optimizer.state.get(parameter, {}).items():
+def digests_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a line for each tensor of both; all processes call this together."""
+    found: dict[str, Tensor] = dict(net.named_parameters()) | dict(net.named_buffers())
+    for name, parameter in net.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
             found[f"{name} {key}"] = value
-    found |= dict(model.net.named_buffers())
-    return {name: _digest(whole_of(part.detach())) for name, part in found.items()}
+    return "\n".join(f"{name} {digest_of(part)}" for name, part in found.items())
 
 
-def _digest(tensor: Tensor) -> str:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).hexdigest()[:16]
+def digest_of(tensor: Tensor) -> str:
+    """Return a digest of the whole of a tensor; all processes call this together."""
+    whole = whole_of(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(whole.numpy().tobytes()).hexdigest()[:16]
 
 
 class Data(helios.DataModule):
-    """The data of a training."""
-
     unsaved = ("setting",)
 
     def __init__(self, setting: Sharded) -> None:
@@ -196,18 +184,28 @@ class Data(helios.DataModule):
             self._valid_dataset = self._create_dataset(Words(self.setting.num_valid), params)
 
 
-class Kill(Quiet):
-    """Sends SIGKILL to one rank in the backward of an iteration."""
-
+class Kill(KillRank):
     def __init__(self, iteration: int, rank: int) -> None:
-        super().__init__("kill")
-        self.iteration = iteration
-        self.killed_rank = rank
+        super().__init__("on_backward_start", iteration, rank)
 
-    def on_backward_start(self, loss: Tensor) -> None:
-        is_there = self.context.state.global_iteration == self.iteration
-        if is_there and self.context.global_rank == self.killed_rank:
-            os.kill(os.getpid(), signal.SIGKILL)
+
+def train_here(
+    folder: Path,
+    model: helios.Model,
+    data: helios.DataModule,
+    *plugins: Plugin,
+    optimizer_loop: OptimizerLoop | None = None,
+    **options: Any,
+) -> None:
+    """Train as a rank, by iterations and with a checkpoint at each unless options say else."""
+    folder.mkdir(exist_ok=True)
+    given = {"train_unit": "iteration", "chkpt_root": folder, "chkpt_frequency": 1}
+    given |= {"use_cpu": True, "print_banner": False, "plugins": plugins}
+    trainer = helios.Trainer(**{**given, **options})
+    if optimizer_loop is not None:
+        trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=optimizer_loop)  # type: ignore[union-attr]
+    with alone():
+        trainer.fit(model, data)
 
 
 def fit(
@@ -218,24 +216,15 @@ def fit(
     kind: type[ShardedModel] = ShardedModel,
 ) -> dict[str, Any]:
     """Train a model of a kind as a rank; returns the scores of the last validation."""
-    if dist.get_world_size() == 1:
-        dist.destroy_process_group()
-    folder.mkdir(exist_ok=True)
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=setting.total_steps,
-        num_replicas=setting.num_replicas,
-        sharding=setting.sharding,
-        valid_frequency=2 if setting.num_valid else None,
-        use_cpu=True,
-        print_banner=False,
-        plugins=plugins,
-        **{"chkpt_root": folder, "chkpt_frequency": 1, **setting.options},
-    )
     model = kind(folder, setting)
-    trainer.fit(model, Data(setting))
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    options = {
+        "total_steps": setting.total_steps,
+        "num_replicas": setting.num_replicas,
+        "sharding": setting.sharding,
+        "valid_frequency": 2 if setting.num_valid else None,
+        **setting.options,
+    }
+    train_here(folder, model, Data(setting), *plugins, **options)
     return {**model.metrics, "num_seen": model.num_seen, "num_trained": model.num_trained}
 
 
@@ -245,5 +234,4 @@ def train(folder: Path, num_processes: int, setting: Sharded, *plugins: Plugin) 
 
 
 def read_bits(folder: Path) -> tuple[str, bytes]:
-    """Return the digests of the trained model, and the ledger."""
     return (folder / "bits.txt").read_text(), (folder / "sharded" / "ledger.jsonl").read_bytes()

@@ -27,14 +27,9 @@ class SignalAt(Plugin):
     """Sends signals in a named event, once the training has come to an iteration.
 
     Args:
-        event: the name of the event.
-        iteration: from which on.
-        numbers: what is sent, one after the other.
         rank: the process that sends; ``None``: each.
         to: ``"self"``, or ``"parent"`` for the process that has started this one.
-        delay: send it from a thread, that many seconds later.
         marker: a file that says that it was done; without one it is done once in a process.
-        does_stick: whether the main thread never comes back from there.
     """
 
     unsaved = ("now", "has_sent")
@@ -66,7 +61,6 @@ class SignalAt(Plugin):
             setattr(self, event, self._act)
 
     def setup(self) -> None:
-        """Begin, or send it at once."""
         self.now, self.has_sent = 0, False
         if self.event == "setup":
             self._act()
@@ -126,7 +120,6 @@ def run_forked(work: Any) -> int:
 
 
 def command(*arguments: Any, torchrun: int = 0) -> list[str]:
-    """Return the command line of the script below."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
     line = [*(launcher if torchrun else []), str(Path(__file__)), *map(str, arguments)]
     return [sys.executable, *line]
@@ -139,10 +132,11 @@ def environment(**changed: str) -> dict[str, str]:
     return own | {"PYTHONPATH": roots, "OMP_NUM_THREADS": "1"} | changed
 
 
-def start(*arguments: Any, torchrun: int = 0) -> tuple[int, str]:
+def start(*arguments: Any, torchrun: int = 0, **variables: str) -> tuple[int, str]:
     """Run the script to its end; returns its exit code and its log."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with started(command(*arguments, torchrun=torchrun), env=environment(), **pipes) as process:
+    line, env = command(*arguments, torchrun=torchrun), environment(**variables)
+    with started(line, env=env, **pipes) as process:
         _, log = process.communicate(timeout=300)
         return process.returncode, log
 
@@ -157,7 +151,6 @@ def codes(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> tuple[int, int]:
-    """Return epoch and iteration of the newest checkpoint; zeros without one."""
     path = helios.find_last_checkpoint(folder / "elastic")
     if path is None:
         return 0, 0
@@ -166,7 +159,6 @@ def newest(folder: Path) -> tuple[int, int]:
 
 
 def train_alone(folder: Path, setting: Elastic, *plugins: Plugin, **more: Any) -> int:
-    """Train in a forked child of one process; returns its exit code."""
 
     def work() -> int:
         trainer, _ = train(folder, setting, *plugins, nproc=1, **more)
@@ -176,7 +168,6 @@ def train_alone(folder: Path, setting: Elastic, *plugins: Plugin, **more: Any) -
 
 
 def undisturbed(folder: Path, setting: Elastic) -> Bits:
-    """Train without any signal; returns what was done and left."""
     assert train_alone(folder, setting) == 0
     return read_bits(folder)
 
@@ -188,7 +179,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--frequency", type=int, default=1000)
-    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--replicas", type=int, default=3, help="0: those of the run")
     parser.add_argument("--nproc", type=int)
     parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--workers", type=int, default=0)
@@ -204,9 +195,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def setting_of(options: argparse.Namespace) -> Elastic:
-    """Return the training that the options describe."""
     return Elastic(
-        num_replicas=options.replicas,
+        num_replicas=options.replicas or None,
         accumulation=options.accumulation,
         unit=options.unit,
         total_steps=options.steps,

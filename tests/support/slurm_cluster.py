@@ -18,14 +18,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-_PACKAGES = {
-    "munged": "munge",
-    "slurmctld": "slurm-wlm",
-    "slurmd": "slurm-wlm",
-    "sbatch": "slurm-wlm",
-    "srun": "slurm-wlm",
-    "scontrol": "slurm-wlm",
-}
+_PACKAGES = {"munged": "munge"}
+_PACKAGES |= dict.fromkeys(("slurmctld", "slurmd", "sbatch", "srun", "scontrol"), "slurm-wlm")
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 # Four files that stand for the GPUs of a node: SLURM counts only devices that exist.
 _DEVICES = ("null", "zero", "full", "random")
@@ -71,11 +65,6 @@ def missing() -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
-    """Return when the condition holds.
-
-    Raises:
-        ClusterError: if it does not in that time.
-    """
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -89,10 +78,6 @@ class Cluster:
     Args:
         folder: empty, and gone or kept by its owner; no path of its parents may be writable by all
             users, except with the sticky bit.
-
-    Attributes:
-        nodes: the names of both; the first is that of this machine, which can be resolved.
-        variables: the environment of commands that talk to this SLURM.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -145,25 +130,14 @@ class Cluster:
         self._stack.callback(_end, daemon)
 
     def _states(self) -> list[str]:
-        done = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--format=%t"],
-            env=self.variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.stdout.split()
+        return self.call("sinfo", "--noheader", "--Node", "--format=%t", check=False).split()
 
     def _end_jobs(self) -> None:
         self.call("scancel", f"--user={getpass.getuser()}", check=False)
         wait_until(lambda: not self.call("squeue", "--noheader", check=False), "no job is left")
 
     def call(self, *command: str, check: bool = True, folder: Path | None = None) -> str:
-        """Run a command of SLURM; returns what it prints.
-
-        Raises:
-            ClusterError: if it fails; not with ``check=False``.
-        """
+        """Run a command of SLURM; returns what it prints."""
         done = subprocess.run(
             command,
             env=self.variables,
@@ -189,7 +163,6 @@ class Cluster:
         return logs.count(line) >= int(facts["Restarts"])
 
     def read_log(self) -> str:
-        """Return what the controller has logged."""
         return (self.folder / "log" / "slurmctld").read_text()
 
     def _describe(self, job: str) -> dict[str, str]:

@@ -24,13 +24,7 @@ _NUMBERS = itertools.count()
 def started(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator[subprocess.Popen[Any]]:
-    """Start a command; when the block is left, its processes are killed.
-
-    Args:
-        command: what is run, in a session of its own.
-        env: its variables; ``None`` for those of this process.
-        options: further options of ``subprocess.Popen``.
-    """
+    """Start a command; when the block is left, its processes are killed."""
     mark = f"{_mine()}{next(_NUMBERS)}/"
     variables = {**(os.environ if env is None else env), _MARK: mark}
     with subprocess.Popen(command, env=variables, start_new_session=True, **options) as process:

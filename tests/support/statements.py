@@ -40,8 +40,6 @@ _TABLE = "| | statement | shown by |\n|---|---|---|\n"
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """What Helios must do."""
-
     says: str
     note: str = ""
     waits: str = ""
@@ -64,7 +62,6 @@ def read_statements(text: str) -> dict[str, Statement]:
 
 
 def statements() -> dict[str, Statement]:
-    """Return all statements."""
     return read_statements((ROOT / "tests" / "statements.toml").read_text("utf-8"))
 
 

@@ -54,7 +54,6 @@ os.register_at_fork(before=_count, after_in_child=_obey)
 
 
 def count_files() -> int:
-    """Count the open files of this process."""
     return len([*Path("/proc/self/fd").iterdir()])
 
 

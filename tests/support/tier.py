@@ -18,11 +18,7 @@ _VARIABLE = "HELIOS_TESTS_DEFAULT_TIER"
 
 
 def choose(markers: str) -> None:
-    """Note the tier of this process and its children.
-
-    Args:
-        markers: the expression that selects tests, as ``-m`` has it.
-    """
+    """Note the tier of this process and its children."""
     if "not full" in markers:
         os.environ[_VARIABLE] = "1"
 

@@ -24,8 +24,7 @@ from helios.ledger.book import FILE_NAME
 from helios.plugins import Plugin
 from helios.plugins.averaging import EMA
 from helios.state import TrainingState
-from tests.support.quiet import Quiet
-from tests.support.runs import digest
+from tests.support.runs import digest_checkpoint
 
 NAME = "tokens"
 WORDS, LENGTH, WIDTH, BATCH = 64, 12, 32, 8
@@ -36,18 +35,6 @@ _STAMPS = ("options", "machine", "resumed_from", "ledger", "events", "log_path",
 
 @dataclasses.dataclass(frozen=True)
 class TokenRun:
-    """What a run is made of.
-
-    Attributes:
-        options: arguments of the trainer, with the device.
-        num_workers: loader workers.
-        kills_worker: whether one of them dies, once.
-        averages: whether the weights are averaged.
-        backend: compiles the network, if it is set.
-        num_epochs: length of the run.
-        num_samples: length of an epoch.
-    """
-
     options: dict[str, Any]
     num_workers: int = 0
     kills_worker: bool = False
@@ -58,7 +45,6 @@ class TokenRun:
 
     @property
     def last(self) -> int:
-        """The number of iterations."""
         replicas = self.options.get("num_replicas", 1)
         return self.num_epochs * -(-self.num_samples // (BATCH * replicas))
 
@@ -67,7 +53,6 @@ class Tokens(Dataset[Any]):
     """Texts that follow from their index.
 
     Args:
-        length: number of texts.
         mark: whoever fetches a certain sample dies, unless this file exists; it makes it first.
     """
 
@@ -86,8 +71,6 @@ class Tokens(Dataset[Any]):
 
 
 class TokenData(helios.DataModule):
-    """The texts."""
-
     def __init__(self, run: TokenRun, folder: Path) -> None:
         super().__init__()
         self.run, self.folder = run, folder
@@ -153,19 +136,6 @@ class TokenModel(helios.Model):
         return {"loss": (self._loss(batch) * len(batch[0]), len(batch[0]))}
 
 
-class KillSelf(Quiet):
-    """Sends SIGKILL to this process when an event of an iteration is told."""
-
-    def __init__(self, event: str, iteration: int) -> None:
-        super().__init__("kill-self")
-        self.iteration = iteration
-        setattr(self, event, self._act)
-
-    def _act(self, *_: Any) -> None:
-        if self.context.state.global_iteration >= self.iteration:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def train_tokens(folder: Path, run: TokenRun, plugins: Iterable[Plugin] = ()) -> None:
     """Train in the folder, from what lies there."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,13 +166,10 @@ def read_tokens(folder: Path) -> dict[str, Any]:
     """Return digests of all parts of the newest checkpoint, and the lines of the ledger."""
     newest = helios.find_last_checkpoint(folder / NAME)
     assert newest is not None
-    payload = {k: v for k, v in helios.load_checkpoint(newest).items() if k not in _STAMPS}
-    payload["training_state"] = dict(payload["training_state"].dict(), average_iter_time=0.0)
-    model = payload.pop("model")
-    parts = {**payload, **{f"model.{name}": part for name, part in model["objects"].items()}}
-    parts["rest of the model"] = {k: v for k, v in model.items() if k != "objects"}
+    payload = helios.load_checkpoint(newest)
+    names = payload.keys() - {*_STAMPS, "training_state", "model"}
     return {
         "name": newest.name,
-        **{name: digest(part) for name, part in parts.items()},
+        **digest_checkpoint(payload, *names),
         "ledger": newest.with_name(FILE_NAME).read_text().splitlines(),
     }

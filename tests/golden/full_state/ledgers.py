@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import helios
-from tests.golden.today.exact import Exact, ExactModel, Numbers, Record
+from tests.golden.today.exact import Exact, ExactModel, NumberData, Record, fit
 from tests.golden.today.manual import Sign
 
 NAME = "ledger"
@@ -54,31 +54,21 @@ class Learner(ExactModel):
         self.describe("net", "other")
 
 
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        params = helios.DataLoaderParams(batch_size=4, shuffle=True)
-        # In windows of two, which the end of an epoch does not cut.
-        self._train_dataset = self._create_dataset(Numbers(64), params)
-
-
-def train(root: Path, variant: str, **options: Any) -> dict[str, list[str]]:
+def train(root: Path, variant: str) -> dict[str, list[str]]:
     replicas, dtype = VARIANTS[variant]
     record = Record()
-    trainer = helios.Trainer(
-        train_unit="iteration",
+    fit(
+        root,
+        Learner(record, dtype),
+        NumberData(64, batch_size=4, shuffle=True),
         total_steps=TOTAL,
-        chkpt_frequency=1,
-        chkpt_root=root,
+        # The end of an epoch cuts no window.
         accumulation_steps=2 if replicas == 1 else 1,
         # For the norm: nothing is clipped.
         clip_norm=2.0**20,
         num_replicas=replicas,
         random_seed=15,
-        print_banner=False,
-        use_cpu=True,
-        **options,
     )
-    trainer.fit(Learner(record, dtype), Data())
     text = (root / NAME / "ledger.jsonl").read_text("utf-8")
     record.end += [f"ledger {line}" for line in text.splitlines()]
     return record.result()

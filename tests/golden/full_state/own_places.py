@@ -13,11 +13,12 @@ import helios
 from tests.golden.today.exact import (
     Exact,
     ExactModel,
-    Numbers,
+    NumberData,
     Record,
     Recorder,
     bits,
     describe_optimizer,
+    fit,
 )
 
 NAME = "places"
@@ -26,8 +27,6 @@ SAVED = (2, 3, 5)
 
 
 class Meter:
-    """An object with a state."""
-
     def __init__(self) -> None:
         self.total = 0
 
@@ -118,27 +117,17 @@ class Place(helios.Plugin):
         self.record.steps.append(f"{state.global_iteration} place {moved}")
 
 
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
-        self._train_dataset = self._create_dataset(Numbers(16), params)
-
-
-def train(root: Path, **options: Any) -> dict[str, list[str]]:
+def train(root: Path) -> dict[str, list[str]]:
     record = Record()
     place = Place(record)
-    trainer = helios.Trainer(
-        train_unit="iteration",
+    fit(
+        root,
+        Learner(record, "places"),
+        NumberData(16, batch_size=2, shuffle=True),
         total_steps=TOTAL,
-        chkpt_frequency=1,
-        chkpt_root=root,
         num_replicas=2,
         random_seed=13,
-        print_banner=False,
-        use_cpu=True,
         plugins=[place, Recorder(record)],
-        **options,
     )
-    trainer.fit(Learner(record, "places"), Data())
     record.end.append(f"place {bits(describe(place))}")
     return record.result()

@@ -11,13 +11,7 @@ from torch.utils.data import Dataset
 
 import helios
 from helios.data import Mixture, Packed, Steps, Stream
-from tests.golden.today.exact import (
-    Exact,
-    ExactModel,
-    Numbers,
-    Record,
-    draw,
-)
+from tests.golden.today.exact import Exact, ExactModel, Numbers, Record, draw, fit
 
 NAME = "sources"
 TOTAL = 8
@@ -79,14 +73,10 @@ class Learner(ExactModel):
         self.net = Exact()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.25, momentum=0.5)
 
-    def train_step(self, batch: Any, state: Any) -> torch.Tensor:
+    def train_step(self, batch: Any, state: Any) -> Any:
         if isinstance(batch, int):
             batch = torch.tensor([batch] * 2), torch.randint(0, 8, (2, 4)) + batch
-        ids, numbers = batch
-        loss = self.net.loss(ids, numbers)
-        self._loss_items["loss"] = loss.detach()
-        self.record.step(state.global_iteration, ids, numbers, loss)
-        return loss
+        return super().train_step(batch, state)
 
     def on_training_end(self) -> None:
         self.describe("net")
@@ -110,18 +100,14 @@ class Data(helios.DataModule):
         self._train_dataset = self._create_dataset(dataset, params)
 
 
-def train(root: Path, variant: str, **options: Any) -> dict[str, list[str]]:
+def train(root: Path, variant: str) -> dict[str, list[str]]:
     record = Record()
-    trainer = helios.Trainer(
-        train_unit="iteration",
+    fit(
+        root,
+        Learner(record, "sources"),
+        Data(variant),
         total_steps=TOTAL,
-        chkpt_frequency=1,
-        chkpt_root=root,
         num_replicas=2,
         random_seed=20,
-        print_banner=False,
-        use_cpu=True,
-        **options,
     )
-    trainer.fit(Learner(record, "sources"), Data(variant))
     return record.result()

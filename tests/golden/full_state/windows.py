@@ -9,7 +9,7 @@ import torch
 
 import helios
 from helios.plugins import EarlyStopping, GradientNormMonitor, Metrics, NaNGuard, TimeLimit
-from tests.golden.today.exact import Exact, ExactModel, Numbers, Record, describe_optimizer
+from tests.golden.today.exact import Exact, ExactModel, NumberData, Record, describe_optimizer, fit
 
 NAME = "windows"
 TOTAL = 6
@@ -17,8 +17,6 @@ SAVED = (8, 12)
 
 
 class Sum:
-    """A metric that counts and adds."""
-
     def __init__(self) -> None:
         self.reset()
 
@@ -89,26 +87,18 @@ class Learner(ExactModel):
         self.note(plateau=(self.plateau.best, self.plateau.num_bad_epochs))
 
 
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
-        self._train_dataset = self._create_dataset(Numbers(64), params)
-        self._valid_dataset = self._create_dataset(Numbers(8), params)
-
-
-def train(root: Path, **options: Any) -> dict[str, list[str]]:
+def train(root: Path) -> dict[str, list[str]]:
     record = Record()
-    trainer = helios.Trainer(
-        train_unit="iteration",
+    fit(
+        root,
+        Learner(record, "windows"),
+        NumberData(64, 8, {"batch_size": 2, "shuffle": True}, batch_size=2, shuffle=True),
         total_steps=TOTAL,
         valid_frequency=2,
         chkpt_frequency=2,
-        chkpt_root=root,
         accumulation_steps=4,
         num_replicas=2,
         random_seed=19,
-        print_banner=False,
-        use_cpu=True,
         plugins=[
             EarlyStopping("error", mode="min", patience=2),
             NaNGuard("skip", limit=4),
@@ -121,7 +111,5 @@ def train(root: Path, **options: Any) -> dict[str, list[str]]:
             TimeLimit("9-00:00:00"),
             Asking(record),
         ],
-        **options,
     )
-    trainer.fit(Learner(record, "windows"), Data())
     return record.result()

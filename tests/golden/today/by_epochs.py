@@ -14,12 +14,12 @@ from tests.golden.today.exact import (
     Counting,
     Exact,
     ExactModel,
-    Numbers,
+    NumberData,
     Record,
     Recorder,
-    bits,
     describe_optimizer,
     draw,
+    fit,
 )
 
 TOTAL = 9
@@ -53,11 +53,7 @@ class Learner(ExactModel):
         self.best = float("inf")
 
     def train_step(self, batch: Any, state: Any) -> dict[str, torch.Tensor]:
-        ids, numbers = batch
-        loss = self.net.loss(ids, numbers)
-        self._loss_items["loss"] = loss.detach()
-        self.record.step(state.global_iteration, ids, numbers, loss)
-        return {"loss": loss}
+        return {"loss": super().train_step(batch, state)}
 
     def have_metrics_improved(self) -> bool:
         has_improved = self.metrics["error"] < self.best
@@ -69,16 +65,6 @@ class Learner(ExactModel):
         self.describe("net")
         self.note(optimizer=describe_optimizer(self.optimizer), best=self.best)
         self.note(plateau=(self.plateau.best, self.plateau.num_bad_epochs, self.decay.last_epoch))
-
-
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        # Five batches, in windows of two: the last one of an epoch has one batch.
-        params = helios.DataLoaderParams(batch_size=4, sampler=Backwards(18))
-        self._train_dataset = self._create_dataset(Numbers(18), params)
-        self._valid_dataset = self._create_dataset(
-            Numbers(5), helios.DataLoaderParams(batch_size=4)
-        )
 
 
 class Asking(helios.Plugin):
@@ -94,23 +80,21 @@ class Asking(helios.Plugin):
             self.context.request_checkpoint()
 
 
-def train(root: Path, **options: Any) -> dict[str, list[str]]:
+def train(root: Path) -> dict[str, list[str]]:
     record = Record()
     counting = Counting()
-    trainer = helios.Trainer(
+    fit(
+        root,
+        Learner(record, "epochs"),
+        NumberData(18, 5, batch_size=4, sampler=Backwards(18)),
         train_unit="epoch",
         total_steps=TOTAL,
         valid_frequency=1,
-        chkpt_frequency=1,
-        chkpt_root=root,
+        # Five batches of an epoch: the last window has one.
         accumulation_steps=2,
         early_stop_cycles=2,
         random_seed=4,
-        print_banner=False,
-        use_cpu=True,
         plugins=[counting, Recorder(record), Asking()],
-        **options,
     )
-    trainer.fit(Learner(record, "epochs"), Data())
-    record.end.append(f"counting {counting.sums} {bits(counting.last)}")
+    record.end.append(counting.describe())
     return record.result()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from helios import Model, Plugin
+from helios import DataLoaderParams, DataModule, Model, Plugin, Trainer
 from helios.core import rng
+from helios.state import TrainingState
 
 WIDTH = 4
 
 
 def draw() -> list[int]:
-    """Draw from each of the three generators."""
     from_numpy = rng.get_default_numpy_rng().generator.random()
     return [int(torch.randint(0, 256, (1,))), int(random.random() * 256), int(from_numpy * 256)]
 
@@ -71,9 +73,40 @@ class Exact(nn.Module):
         return (self(ids, numbers) - ids).abs().sum() / 16
 
     def describe(self) -> dict[str, str]:
-        """Return everything that is exact."""
         named = [*self.named_parameters(), *self.named_buffers()]
         return {name: bits(value) for name, value in named if "running" not in name}
+
+
+class NumberData(DataModule):
+    """Numbers to train and to validate on.
+
+    Args:
+        length: how many to train on.
+        valid: how many to validate on.
+        valid_params: how; by default in batches of the size of the training.
+        **params: how they are trained on.
+    """
+
+    def __init__(
+        self, length: int, valid: int = 0, valid_params: Any = None, **params: Any
+    ) -> None:
+        super().__init__()
+        self.lengths = length, valid
+        self.all_params = params, valid_params or {"batch_size": params["batch_size"]}
+
+    def setup(self) -> None:
+        datasets = [
+            self._create_dataset(Numbers(length), DataLoaderParams(**params)) if length else None
+            for length, params in zip(self.lengths, self.all_params, strict=True)
+        ]
+        self._train_dataset, self._valid_dataset = datasets
+
+
+def fit(root: Path, model: Model, data: DataModule, **options: Any) -> None:
+    """Train by iterations, with a checkpoint at each, unless the options say something else."""
+    given = {"train_unit": "iteration", "chkpt_frequency": 1, "chkpt_root": root}
+    trainer = Trainer(**{**given, "print_banner": False, "use_cpu": True, **options})
+    trainer.fit(model, data)
 
 
 class Record:
@@ -81,8 +114,6 @@ class Record:
 
     Attributes:
         steps: a line for each training step of each replica of this process.
-        lines: a line for each event that the model and :class:`Recorder` have seen.
-        end: a line for each thing that is left at the end.
     """
 
     def __init__(self) -> None:
@@ -102,7 +133,6 @@ class Record:
 
 
 def counters(state: Any) -> str:
-    """Return the counters of a training state."""
     return (
         f"{state.current_iteration}/{state.global_iteration}/{state.global_epoch} "
         f"{state.validation_cycles}/{state.dataset_iter}/{state.early_stop_count} "
@@ -122,27 +152,6 @@ class Recorder(Plugin):
 
     def setup(self) -> None: ...
 
-    def on_checkpoint_loaded(self) -> None:
-        self.record.line("on_checkpoint_loaded")
-
-    def on_fit_start(self) -> None:
-        self.record.line("on_fit_start", draw())
-
-    def on_training_start(self) -> None:
-        self.record.line("on_training_start", draw())
-
-    def on_training_resume(self, state: Any) -> None:
-        self.record.line("on_training_resume", counters(state), draw())
-
-    def on_training_epoch_start(self, current_epoch: int) -> None:
-        self.record.line("on_training_epoch_start", current_epoch, draw())
-
-    def on_training_step_start(self, state: Any) -> None:
-        self.record.line("on_training_step_start", counters(state))
-
-    def on_training_batch_start(self, state: Any) -> None:
-        self.record.line("on_training_batch_start", counters(state), draw())
-
     def on_optimizer_step_start(self, optimizer: Any) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         self.record.line("on_optimizer_step_start", *gradients)
@@ -151,37 +160,33 @@ class Recorder(Plugin):
         rates = [group["lr"] for group in optimizer.param_groups]
         self.record.line("on_optimizer_step_end", rates, committed)
 
-    def on_training_batch_end(self, state: Any, should_log: bool) -> None:
-        self.record.line("on_training_batch_end", counters(state), draw())
 
-    def on_training_step_end(self, state: Any, committed: bool) -> None:
-        self.record.line("on_training_step_end", counters(state), committed)
+def _make_hook(name: str, count: int, *, draws: bool) -> Callable[..., None]:
+    def hook(self: Recorder, *given: Any) -> None:
+        known = [counters(x) if isinstance(x, TrainingState) else x for x in given[:count]]
+        self.record.line(name, *known, *([draw()] if draws else []))
 
-    def on_training_epoch_end(self, current_epoch: int) -> None:
-        self.record.line("on_training_epoch_end", current_epoch, draw())
+    return hook
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.record.line("on_save_checkpoint")
 
-    def on_validation_start(self, validation_cycle: int) -> None:
-        self.record.line("on_validation_start", validation_cycle, draw())
-
-    def on_validation_batch_end(self, step: int) -> None:
-        self.record.line("on_validation_batch_end", step, draw())
-
-    def on_validation_end(self, validation_cycle: int) -> None:
-        self.record.line("on_validation_end", validation_cycle)
-
-    def on_training_end(self) -> None:
-        self.record.line("on_training_end", draw())
-
-    def on_fit_end(self) -> None:
-        self.record.line("on_fit_end")
+_DRAWING = {
+    **dict.fromkeys(("on_fit_start", "on_training_start", "on_training_end"), 0),
+    **dict.fromkeys(("on_training_epoch_start", "on_training_epoch_end", "on_training_resume"), 1),
+    **dict.fromkeys(("on_training_batch_start", "on_training_batch_end"), 1),
+    **dict.fromkeys(("on_validation_start", "on_validation_batch_end"), 1),
+}
+"""Hooks that draw, and how many of their arguments are recorded."""
+_OTHERS = {
+    **dict.fromkeys(("on_checkpoint_loaded", "on_save_checkpoint", "on_fit_end"), 0),
+    "on_training_step_start": 1,
+    "on_validation_end": 1,
+    "on_training_step_end": 2,
+}
+for _name, _count in (_DRAWING | _OTHERS).items():
+    setattr(Recorder, _name, _make_hook(_name, _count, draws=_name in _DRAWING))
 
 
 class Counting(Plugin):
-    """A plugin with a state."""
-
     unsaved = ("sums", "last")
 
     def __init__(self, plug_id: str = "counting") -> None:
@@ -201,6 +206,9 @@ class Counting(Plugin):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.sums, self.last = state_dict["sums"], state_dict["last"]
+
+    def describe(self) -> str:
+        return f"counting {self.sums} {bits(self.last)}"
 
 
 class Plain(Plugin):
@@ -225,6 +233,13 @@ class ExactModel(Model):
         super().__init__(name)
         self.record = record
 
+    def train_step(self, batch: Any, state: Any) -> Any:
+        ids, numbers = batch
+        loss = self.net.loss(ids, numbers)
+        self._loss_items["loss"] = loss.detach()
+        self.record.step(state.global_iteration, ids, numbers, loss)
+        return loss
+
     def on_training_batch_end(self, state: Any, should_log: bool = False) -> None:
         super().on_training_batch_end(state, should_log)
         losses = {name: bits(value) for name, value in self.loss_items.items()}
@@ -241,7 +256,6 @@ class ExactModel(Model):
         self.record.line("model.on_validation_end", sorted(self.metrics.items()), draw())
 
     def describe(self, *networks: str) -> None:
-        """Record what is left at the end."""
         for name in networks:
             network = getattr(self, name)
             self.record.end += [f"{name}.{k} {v}" for k, v in network.describe().items()]
@@ -249,7 +263,6 @@ class ExactModel(Model):
             self.record.end.append(f"{name} {grads}")
 
     def note(self, **values: Any) -> None:
-        """Record values at the end."""
         self.record.end += [f"{name} {bits(value)}" for name, value in values.items()]
 
 

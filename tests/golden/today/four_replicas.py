@@ -7,17 +7,16 @@ from typing import Any
 
 import torch
 
-import helios
 from tests.golden.today.exact import (
     Counting,
     Exact,
     ExactModel,
-    Numbers,
+    NumberData,
     Plain,
     Record,
     Recorder,
-    bits,
     describe_optimizer,
+    fit,
 )
 
 TOTAL = 10
@@ -56,13 +55,6 @@ class Learner(ExactModel):
         self.note(optimizer=describe_optimizer(self.optimizer), total=self.total)
 
 
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
-        self._train_dataset = self._create_dataset(Numbers(30), params)
-        self._valid_dataset = self._create_dataset(Numbers(16), params)
-
-
 class Quiet(Recorder):
     """Leaves out what comes as often as a process has batches of a validation."""
 
@@ -70,23 +62,19 @@ class Quiet(Recorder):
         pass
 
 
-def train(root: Path, **options: Any) -> dict[str, list[str]]:
+def train(root: Path) -> dict[str, list[str]]:
     record = Record()
     counting = Counting()
-    trainer = helios.Trainer(
-        train_unit="iteration",
+    fit(
+        root,
+        Learner(record, "four"),
+        NumberData(30, 16, batch_size=2, shuffle=True),
         total_steps=TOTAL,
         valid_frequency=4,
-        chkpt_frequency=1,
-        chkpt_root=root,
         num_replicas=4,
         clip_value=2.0,
         random_seed=5,
-        print_banner=False,
-        use_cpu=True,
         plugins=[counting, Plain(), Quiet(record)],
-        **options,
     )
-    trainer.fit(Learner(record, "four"), Data())
-    record.end.append(f"counting {counting.sums} {bits(counting.last)}")
+    record.end.append(counting.describe())
     return record.result()

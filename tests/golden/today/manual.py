@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
-import helios
 from tests.golden.today.exact import (
     Counting,
     Exact,
     ExactModel,
-    Numbers,
+    NumberData,
     Record,
     Recorder,
-    bits,
     describe_optimizer,
+    fit,
 )
 
 TOTAL = 10
@@ -81,26 +80,16 @@ class Learner(ExactModel):
         self.note(rounded={k: v for k, v in self.rounded.describe().items() if k == "seen"})
 
 
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        params = helios.DataLoaderParams(batch_size=4, shuffle=True, drop_last=True)
-        self._train_dataset = self._create_dataset(Numbers(18), params)
-
-
-def train(root: Path, **options: Any) -> dict[str, list[str]]:
+def train(root: Path) -> dict[str, list[str]]:
     record = Record()
     counting = Counting()
-    trainer = helios.Trainer(
-        train_unit="iteration",
+    fit(
+        root,
+        Learner(record, "manual"),
+        NumberData(18, batch_size=4, shuffle=True, drop_last=True),
         total_steps=TOTAL,
-        chkpt_frequency=1,
-        chkpt_root=root,
         random_seed=6,
-        print_banner=False,
-        use_cpu=True,
         plugins=[counting, Recorder(record)],
-        **options,
     )
-    trainer.fit(Learner(record, "manual"), Data())
-    record.end.append(f"counting {counting.sums} {bits(counting.last)}")
+    record.end.append(counting.describe())
     return record.result()

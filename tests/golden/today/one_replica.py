@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-import helios
 from tests.golden.today.exact import (
     Counting,
     Exact,
     ExactModel,
-    Numbers,
+    NumberData,
     Plain,
     Record,
     Recorder,
-    bits,
     describe_optimizer,
     draw,
+    fit,
 )
 
 TOTAL = 9
@@ -28,8 +27,6 @@ SAVED = (6, 12)
 
 
 class Shadow:
-    """An object with a state."""
-
     def __init__(self) -> None:
         self.sum = torch.zeros(4, dtype=torch.float64)
         self.updates = 0
@@ -127,31 +124,18 @@ class Learner(ExactModel):
         self.note(shares=self.shared, untouched=self.untouched)
 
 
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        params = helios.DataLoaderParams(batch_size=4, shuffle=True)
-        self._train_dataset = self._create_dataset(Numbers(26), params)
-        self._valid_dataset = self._create_dataset(
-            Numbers(6), helios.DataLoaderParams(batch_size=4)
-        )
-
-
-def train(root: Path, **options: Any) -> dict[str, list[str]]:
+def train(root: Path) -> dict[str, list[str]]:
     record = Record()
     counting = Counting()
-    trainer = helios.Trainer(
-        train_unit="iteration",
+    fit(
+        root,
+        Learner(record, "one"),
+        NumberData(26, 6, batch_size=4, shuffle=True),
         total_steps=TOTAL,
         valid_frequency=3,
-        chkpt_frequency=1,
-        chkpt_root=root,
         accumulation_steps=2,
         random_seed=3,
-        print_banner=False,
-        use_cpu=True,
         plugins=[counting, Plain(), Recorder(record)],
-        **options,
     )
-    trainer.fit(Learner(record, "one"), Data())
-    record.end.append(f"counting {counting.sums} {bits(counting.last)}")
+    record.end.append(counting.describe())
     return record.result()

@@ -15,9 +15,9 @@ from tests.golden.today.exact import (
     ExactModel,
     Record,
     Recorder,
-    bits,
     describe_optimizer,
     draw,
+    fit,
 )
 
 TOTAL = 7
@@ -63,33 +63,22 @@ class Learner(ExactModel):
         self.net = Exact()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.25)
 
-    def train_step(self, batch: Any, state: Any) -> torch.Tensor:
-        ids, numbers = batch
-        loss = self.net.loss(ids, numbers)
-        self._loss_items["loss"] = loss.detach()
-        self.record.step(state.global_iteration, ids, numbers, loss)
-        return loss
-
     def on_training_end(self) -> None:
         self.describe("net")
         self.note(optimizer=describe_optimizer(self.optimizer))
 
 
-def train(root: Path, **options: Any) -> dict[str, list[str]]:
+def train(root: Path) -> dict[str, list[str]]:
     record = Record()
     counting = Counting()
-    trainer = helios.Trainer(
-        train_unit="iteration",
+    fit(
+        root,
+        Learner(record, "stream"),
+        Data(),
         total_steps=TOTAL,
-        chkpt_frequency=1,
-        chkpt_root=root,
         num_replicas=2,
         random_seed=10,
-        print_banner=False,
-        use_cpu=True,
         plugins=[counting, Recorder(record)],
-        **options,
     )
-    trainer.fit(Learner(record, "stream"), Data())
-    record.end.append(f"counting {counting.sums} {bits(counting.last)}")
+    record.end.append(counting.describe())
     return record.result()

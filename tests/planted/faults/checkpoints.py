@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 STORE = "tests/checkpoint/test_store.py"
-
-
 COMMIT = f"{STORE}::test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk"
 
 
@@ -37,36 +35,6 @@ def older_checkpoints_are_deleted_before_the_new_name_is_on_the_disk(commit, fol
     sidecar = folder._write(pending)
     folder._apply_retention(pending.path, sidecar.run_name)
     return sidecar
-
-
-@fault(
-    "helios.checkpoint.store:RunFolder._write",
-    "tests/checkpoint/test_store.py::test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk",
-)
-def a_checkpoint_is_committed_before_its_sidecar(write_file, folder, pending):
-    from helios.checkpoint import file_names
-    from helios.storage import codec, files
-
-    unfinished = files.temporary_path(pending.path)
-    digest = codec.write_file(unfinished, pending.code, hashes=True)
-    files.replace(unfinished, pending.path)
-    sidecar = write_file(folder, pending)
-    assert digest
-    assert file_names.sidecar_path(pending.path).exists()
-    return sidecar
-
-
-@fault(
-    "helios.storage.codec:write_file",
-    "tests/checkpoint/test_store.py::test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk",
-)
-def a_checkpoint_is_written_under_its_last_name(write_file, path, tree, *, hashes=False):
-    from helios.storage import files
-
-    final = path.with_suffix("")
-    digest = write_file(final, tree, hashes=hashes)
-    files.replace(final, path)
-    return digest
 
 
 @fault(

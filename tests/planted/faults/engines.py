@@ -49,14 +49,6 @@ def an_average_begins_anew_at_a_resume(load_state_dict, plugin, state_dict):
     load_state_dict(plugin, {**state_dict, "num_updates": 0})
 
 
-@fault(
-    "helios.plugins.early_stopping:EarlyStopping.load_state_dict",
-    "tests/plugins/test_early_stopping.py::test_a_run_with_three_plugins_that_have_state_resumes_everywhere",
-)
-def early_stopping_has_its_patience_anew_after_a_resume(load_state_dict, plugin, state_dict):
-    load_state_dict(plugin, {**state_dict, "count": 0})
-
-
 LOSSES = "tests/loops/test_own_losses.py"
 
 

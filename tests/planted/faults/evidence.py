@@ -39,11 +39,6 @@ def a_line_leaves_out_the_losses(write_iteration, place, hashes, losses, **rest)
     return write_iteration(place, hashes, losses={}, **rest)
 
 
-@fault("helios.ledger.writer:write_iteration", WRITER)
-def a_line_leaves_out_the_learning_rates(write_iteration, place, hashes, rates, **rest):
-    return write_iteration(place, hashes, rates=(), **rest)
-
-
 @fault("helios.ledger.writer:add_up", WRITER)
 def a_line_leaves_out_the_samples(add_up, block, contents, indices):
     return add_up(block, contents, None)
@@ -85,11 +80,6 @@ def a_replay_compares_nothing(append, follower, bodies):
 @fault("helios.ledger.compare:LineComparison.compare_scores", SCORES)
 def scores_of_runs_are_not_compared(compare_scores, found, one, other):
     found.num_scored = 3
-
-
-@fault("helios.ledger.compare:write_float", SCORES)
-def scores_are_compared_as_they_are_shown(write_float, number):
-    return f"{number:.4g}"
 
 
 @fault("helios.ledger.verification:_check_scores", SCORES)

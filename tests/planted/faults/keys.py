@@ -105,23 +105,9 @@ def hooks_draw_on_the_numbers_of_the_last_replica(end_last, runner, table, **mor
     rng.load_rng_state_dict(found)
 
 
-@fault("helios.replicas.replica_runner:SharedReplicaRunner.begin_iteration", f"{ELASTIC}[4-3-1]")
-def hooks_before_the_replicas_are_not_seeded(begin_iteration, runner, iteration):
-    from helios.core import rng
-
-    found = rng.get_rng_state_dict()
-    begin_iteration(runner, iteration)
-    rng.load_rng_state_dict(found)
-
-
 @fault("helios.core.rng:KeySeries.at", f"{FROZEN}[today/one_replica]")
 def random_numbers_are_others_than_those_of_frozen_runs(at, series, counter):
     return at(series, counter) ^ 1
-
-
-@fault("helios.core.rng:_seed_numpy_global", RNG)
-def the_global_generator_of_numpy_has_the_words_of_torch(seed_numpy_global, seed):
-    seed_numpy_global(seed & 0xFFFFFFFF)
 
 
 @fault(

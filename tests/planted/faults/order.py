@@ -13,12 +13,6 @@ def the_cursor_is_one_batch_ahead(end_iteration, loop, batches):
     loop._run.cursor.batch += 1
 
 
-@fault("helios.loops.epoch:EpochLoop._end_iteration", RESUMED)
-def the_cursor_counts_one_sample_too_few(end_iteration, loop, batches):
-    end_iteration(loop, batches)
-    loop._run.cursor.sample -= 1
-
-
 @fault("helios.state:Cursor.restart_epoch", RESUMED)
 def an_epoch_begins_at_the_sample_where_the_last_one_has_ended(restart_epoch, cursor):
     sample = cursor.sample

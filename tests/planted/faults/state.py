@@ -5,25 +5,9 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 RESUME = "tests/integration/test_resume.py"
-
-
 RESUMED = f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]"
-
-
 ALIASES = "tests/state/test_aliases.py::test_an_attribute_names_the_network_that_it_named"
-
-
 REFERENCES = "tests/state/test_references.py"
-
-
-@fault("helios.loops.boundary:capture", RESUMED)
-def a_checkpoint_is_taken_before_the_cursor_moves(capture, parts):
-    cursor = parts.run.cursor
-    moved, cursor.batch = cursor.batch, max(cursor.batch - 1, 0)
-    try:
-        return capture(parts)
-    finally:
-        cursor.batch = moved
 
 
 @fault(
@@ -59,14 +43,6 @@ def generators_are_not_restored(finish, pending, is_complete):
 
     pending._randomness = rng.read_states()
     finish(pending, is_complete)
-
-
-@fault("helios.state.optimizers:load_state", RESUMED)
-def schedulers_are_not_loaded(load_state, value, *args):
-    from torch.optim.lr_scheduler import LRScheduler
-
-    if not isinstance(value, LRScheduler):
-        load_state(value, *args)
 
 
 @fault("helios.state.optimizers:load_state", RESUMED)

@@ -57,14 +57,6 @@ def a_cut_window_is_divided_by_the_length_of_a_whole_one(divide, optimizer, coun
 
 @fault(
     "helios.replicas.flat_gradients:FlatGradients._missing_everywhere",
-    "tests/replicas/test_gradients.py::test_the_sum_follows_the_tree",
-)
-def a_gradient_that_no_replica_has_is_zero(missing_everywhere, gradients, total):
-    return set()
-
-
-@fault(
-    "helios.replicas.flat_gradients:FlatGradients._missing_everywhere",
     "tests/replicas/test_gradients.py::test_a_gradient_of_one_process_is_there_on_all",
 )
 def a_gradient_that_a_replica_lacks_is_none(missing_everywhere, gradients, total):
@@ -98,12 +90,6 @@ def losses_are_summed_one_after_another(add_up, tables):
     for table in tables[1:]:
         total = named_sums._add_scores(total, table)
     return dict(sorted(total.items()))
-
-
-@fault("helios.replicas.replica_runner:WindowExchange.keep_losses", f"{ELASTIC}[4-2-2]")
-def the_losses_of_the_last_replica_are_taken_for_all(keep_losses, exchange, table):
-    keep_losses(exchange, table)
-    exchange._tables = [exchange._tables[-1]] * len(exchange._tables)
 
 
 @fault("helios.replicas.reduction_tree:TreeStack.preview", BUCKETS)

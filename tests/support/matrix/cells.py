@@ -55,13 +55,7 @@ CELLS = [Cell(owner, value, time) for owner in OWNERS for value in VALUES for ti
 
 @dataclass
 class Record:
-    """What a training shows from outside.
-
-    Attributes:
-        end: what the place holds at the end.
-        warnings: what was logged.
-        counts: how many warnings there were when an iteration began.
-    """
+    """What a training shows from outside."""
 
     end: Any = None
     warnings: list[str] = field(default_factory=list)
@@ -133,7 +127,6 @@ def end_of(result: Path) -> Any:
 
 
 def checkpoint_after(folder: Path, iteration: int) -> Path:
-    """Return the checkpoint of an iteration."""
     (path,) = folder.glob(f"*/*_iter_{iteration}.pth")
     return path
 
@@ -156,14 +149,7 @@ def play(cell: Cell, folder: Path) -> str:
 
 
 def judge(cell: Cell, sidecar: dict[str, Any], warnings: list[str], *, is_equal: bool) -> str:
-    """Say in a few words what became of the value.
-
-    Args:
-        cell: the cell.
-        sidecar: that of the checkpoint from which the run was resumed.
-        warnings: what was logged until that checkpoint was there.
-        is_equal: whether the resumed run ends as the undisturbed one.
-    """
+    """Say in a few words what became of the value."""
     is_missing, is_warned = _names(sidecar.get("missing", {})), _names(warnings)
     if not is_equal:
         return _judge_lost(sidecar["level"], is_missing=is_missing, is_warned=is_warned)
@@ -191,7 +177,6 @@ def _names(texts: Iterable[str]) -> bool:
 
 
 def wanted(cell: Cell) -> str:
-    """Return what should happen in a cell."""
     if not VALUES[cell.value].is_savable:
         return NAMED
     return BY_RANK if cell.time == BY_REPLICA else SAVED
@@ -228,7 +213,6 @@ def golden_table() -> str:
 
 
 def parse(text: str) -> Iterator[tuple[Cell, str]]:
-    """Yield the cells of the golden file, and what happens in each."""
     for line in text.splitlines()[1:]:
         place, _, found = line.partition(": ")
         owner, value = place.split(" / ")

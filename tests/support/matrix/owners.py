@@ -1,14 +1,13 @@
-"""The owners of the matrix: what holds the value, and how a training gets there."""
+"""The places of the matrix: who may hold a value, and a training with such an owner."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 import helios
@@ -18,66 +17,12 @@ from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.matrix.values import attributes_of
 
-Fill = Callable[[Any], None]
+Hold = Callable[[str, Any], Any]
+"""Lets an object hold the value if it is the owner of this name, and returns the object."""
 
 
 def _do_nothing() -> None:
     pass
-
-
-@dataclass
-class Subjects:
-    """What a training is made of.
-
-    Attributes:
-        model: the model.
-        data: the data module.
-        plugins: the plugins.
-        engine: an engine of one's own.
-        loop: a loop for the role ``batch_loop``.
-        find: returns the owner of the value, once setup has run.
-    """
-
-    model: Tiny
-    data: helios.DataModule
-    find: Callable[[], Any]
-    plugins: list[Plugin] = field(default_factory=list)
-    engine: Engine | None = None
-    loop: BatchLoop | None = None
-
-
-class Tiny(helios.Model):
-    """A weight, an optimizer and a scheduler; its steps call a function."""
-
-    def __init__(self) -> None:
-        super().__init__("tiny")
-        self.on_step: Callable[[], None] = _do_nothing
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = self.make_network()
-        self.optimizer = self.make_optimizer()
-        self.scheduler = self.make_scheduler()
-
-    def make_network(self) -> nn.Module:
-        return nn.Linear(1, 1)
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.net.parameters(), lr=0.5)
-
-    def make_scheduler(self) -> LRScheduler:
-        return torch.optim.lr_scheduler.StepLR(self.optimizer, 100)
-
-    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
-        self.on_step()
-        return self.net(batch[0]).sum()
-
-
-class Data(helios.DataModule):
-    """Twelve samples."""
-
-    def setup(self) -> None:
-        samples = TensorDataset(torch.ones(12, 1))
-        self._train_dataset = self._create_dataset(samples, helios.DataLoaderParams())
 
 
 class Layer(nn.Linear):
@@ -105,19 +50,60 @@ class Wrapper:
         self.known = state_dict["known"]
 
 
-class Silent(Plugin):
-    """A plugin without a state_dict."""
+class Tiny(helios.Model):
+    """A weight, an optimizer and a scheduler; its steps call a function."""
 
-    def __init__(self, fill: Fill) -> None:
-        super().__init__("holder")
-        self.fill = fill
+    unsaved = ("hold",)
+
+    def __init__(self, hold: Hold) -> None:
+        super().__init__("tiny")
+        self.hold = hold
+        self.on_step: Callable[[], None] = _do_nothing
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.module = self.hold("module", Layer(1, 1))
+        self.optimizer = self.hold("optimizer", OwnSgd(self.module.parameters(), lr=0.5))
+        self.scheduler = self.hold("scheduler", OwnStepLR(self.optimizer, 100))
+        self.wrapper = self.hold("wrapper", Wrapper())
+        self.hold("model", self)
+
+    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
+        self.on_step()
+        loss: Tensor = self.module(batch[0]).sum()
+        return loss
+
+
+class Data(helios.DataModule):
+    """Twelve samples."""
+
+    unsaved = ("hold",)
+
+    def __init__(self, hold: Hold) -> None:
+        super().__init__()
+        self.hold = hold
 
     def setup(self) -> None:
-        self.fill(self)
+        samples = TensorDataset(torch.ones(12, 1))
+        self._train_dataset = self._create_dataset(samples, helios.DataLoaderParams())
+        self.hold("data module", self)
+
+
+class Silent(Plugin):
+    unsaved = ("hold",)
+    owner = "plugin"
+
+    def __init__(self, hold: Hold) -> None:
+        super().__init__("holder")
+        self.hold = hold
+
+    def setup(self) -> None:
+        self.hold(self.owner, self)
 
 
 class Telling(Silent):
     """A plugin with one, which leaves something out."""
+
+    owner = "plugin with state_dict"
 
     def state_dict(self) -> dict[str, Any]:
         return {"known": 1}
@@ -134,112 +120,41 @@ class OwnEngine(Engine):
     """An engine with an attribute."""
 
 
-def _in_model(fill: Fill) -> Subjects:
-    class Holding(Tiny):
-        def setup(self, fast_init: bool = False) -> None:
-            super().setup(fast_init)
-            fill(self)
-
-    model = Holding()
-    return Subjects(model, Data(), lambda: model)
+_OF_MODEL = ("module", "optimizer", "scheduler", "wrapper")
+_PLUGINS: dict[str, type[Silent]] = {kind.owner: kind for kind in (Silent, Telling)}
+OWNERS = ("model", *_OF_MODEL, *_PLUGINS, "data module", "loop", "engine")
 
 
-def _in_module(fill: Fill) -> Subjects:
-    class Holding(Tiny):
-        def make_network(self) -> nn.Module:
-            layer = Layer(1, 1)
-            fill(layer)
-            return layer
+@dataclass
+class Subjects:
+    """What a training is made of; ``find`` returns the owner of the value, once setup has run."""
 
-    model = Holding()
-    return Subjects(model, Data(), lambda: model.net)
-
-
-def _in_optimizer(fill: Fill) -> Subjects:
-    class Holding(Tiny):
-        def make_optimizer(self) -> torch.optim.Optimizer:
-            optimizer = OwnSgd(self.net.parameters(), lr=0.5)
-            fill(optimizer)
-            return optimizer
-
-    model = Holding()
-    return Subjects(model, Data(), lambda: model.optimizer)
-
-
-def _in_scheduler(fill: Fill) -> Subjects:
-    class Holding(Tiny):
-        def make_scheduler(self) -> LRScheduler:
-            scheduler = OwnStepLR(self.optimizer, 100)
-            fill(scheduler)
-            return scheduler
-
-    model = Holding()
-    return Subjects(model, Data(), lambda: model.scheduler)
-
-
-def _in_wrapper(fill: Fill) -> Subjects:
-    class Holding(Tiny):
-        def setup(self, fast_init: bool = False) -> None:
-            super().setup(fast_init)
-            self.wrapper = Wrapper()
-            fill(self.wrapper)
-
-    model = Holding()
-    return Subjects(model, Data(), lambda: model.wrapper)
-
-
-def _in_silent_plugin(fill: Fill) -> Subjects:
-    plugin = Silent(fill)
-    return Subjects(Tiny(), Data(), lambda: plugin, plugins=[plugin])
-
-
-def _in_telling_plugin(fill: Fill) -> Subjects:
-    plugin = Telling(fill)
-    return Subjects(Tiny(), Data(), lambda: plugin, plugins=[plugin])
-
-
-def _in_data(fill: Fill) -> Subjects:
-    class Holding(Data):
-        def setup(self) -> None:
-            super().setup()
-            fill(self)
-
-    data = Holding()
-    return Subjects(Tiny(), data, lambda: data)
-
-
-def _in_loop(fill: Fill) -> Subjects:
-    loop = OwnBatchLoop()
-    fill(loop)
-    return Subjects(Tiny(), Data(), lambda: loop, loop=loop)
-
-
-def _in_engine(fill: Fill) -> Subjects:
-    engine = OwnEngine("cpu")
-    fill(engine)
-    return Subjects(Tiny(), Data(), lambda: engine, engine=engine)
-
-
-_OWNERS: dict[str, Callable[[Fill], Subjects]] = {
-    "model": _in_model,
-    "module": _in_module,
-    "optimizer": _in_optimizer,
-    "scheduler": _in_scheduler,
-    "wrapper": _in_wrapper,
-    "plugin": _in_silent_plugin,
-    "plugin with state_dict": _in_telling_plugin,
-    "data module": _in_data,
-    "loop": _in_loop,
-    "engine": _in_engine,
-}
-OWNERS = tuple(_OWNERS)
+    model: Tiny
+    data: helios.DataModule
+    find: Callable[[], Any]
+    plugins: list[Plugin]
+    engine: Engine | None
+    loop: BatchLoop | None
 
 
 def build(owner: str, value: str) -> Subjects:
     """Return the parts of a training in which an owner holds a value."""
+    owners: list[Any] = []
 
-    def fill(target: Any) -> None:
-        for name, part in attributes_of(value).items():
-            setattr(target, name, part)
+    def hold(name: str, target: Any) -> Any:
+        if name == owner:
+            owners.append(target)
+            for attribute, part in attributes_of(value).items():
+                setattr(target, attribute, part)
+        return target
 
-    return _OWNERS[owner](fill)
+    model = Tiny(hold)
+    return Subjects(
+        model,
+        Data(hold),
+        # A resume may have put another object into the model.
+        lambda: getattr(model, owner) if owner in _OF_MODEL else owners[0],
+        plugins=[_PLUGINS[owner](hold)] if owner in _PLUGINS else [],
+        engine=hold("engine", OwnEngine("cpu")) if owner == "engine" else None,
+        loop=hold("loop", OwnBatchLoop()) if owner == "loop" else None,
+    )

@@ -32,8 +32,6 @@ class Stage(Enum):
 
 @dataclass
 class Stats:
-    """Plain fields."""
-
     total: int = 0
     names: list[str] = field(default_factory=list)
 
@@ -85,11 +83,7 @@ class Replay:
 
 
 class Value(ABC):
-    """A kind of value, as an attribute of an owner.
-
-    Attributes:
-        is_savable: whether it must be saved; what is not must be named.
-    """
+    """A kind of value, as an attribute of an owner; what is not savable must be named."""
 
     is_savable = True
 
@@ -108,14 +102,6 @@ class Value(ABC):
 
 @final
 class Alone(Value):
-    """A value by itself.
-
-    Args:
-        make: makes it.
-        advance: changes it in place, or returns what takes its place.
-        read: returns what can be compared.
-    """
-
     def __init__(
         self,
         make: Callable[[], Any],
@@ -302,7 +288,6 @@ VALUES: dict[str, Value] = {
 
 
 def attributes_of(value: str) -> dict[str, Any]:
-    """Return what setup puts into an owner for a value of the table."""
     return VALUES[value].attributes()
 
 
