@@ -82,17 +82,6 @@ def test_what_was_removed_from_a_module_stays_removed() -> None:
     assert "mask" not in dict(again.named_buffers())
 
 
-def test_what_cannot_be_saved_inside_a_module_is_named(said: list[str]) -> None:
-    owner = _nested()
-    discovery = started(owner)
-    owner.nets[0][1].state = torch.ones(1, requires_grad=True) * 2
-    discovery.capture()
-    state = discovery.capture()
-    (text,) = said
-    assert "nets.0.1.state (it holds a tensor with a computation graph" in text
-    assert list(state["missing"]) == ["nets.0.1.state"]
-
-
 @pytest.mark.parametrize("declared", ["net.1", "net.1.count", "net"])
 def test_paths_inside_modules_can_be_declared_as_unsaved(declared: str, said: list[str]) -> None:
     owner = Owner(net=nn.Sequential(nn.Linear(2, 2), Noisy()))

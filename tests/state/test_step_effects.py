@@ -112,10 +112,3 @@ _CHANGES: dict[str, list[Callable[[Owner], Any]]] = {
 def test_a_change_is_found_by_its_path(path: str) -> None:
     for change in _CHANGES[path]:
         assert changes_of(change) == [path]
-
-
-def test_the_randomness_of_the_run_is_untouched() -> None:
-    owner = Owner()
-    state = torch.get_rng_state()
-    discovery_of(owner).watch().changed()
-    assert torch.equal(torch.get_rng_state(), state)
