@@ -98,3 +98,11 @@ def test_objects_that_came_or_went_after_setup_are_named_when_they_are_saved(
         "old (Counter after setup",
     ):
         assert path in said[0]
+
+
+def test_inference_names_networks_that_stay_untrained(said: list[str]) -> None:
+    state = _state_with(net=nn.Linear(2, 2))
+    owner = Owner(net=nn.Linear(2, 2), head=nn.Linear(2, 2), loss=nn.CrossEntropyLoss())
+    Discovery(owner).restore(state, is_inference=True)
+    (text,) = said
+    assert text.endswith(": head.")
