@@ -106,19 +106,3 @@ def test_what_differs_between_processes_is_named_by_all(tmp_path: Path) -> None:
     assert "agree on the training data, loader 0, but rank 1 of 2 has {" in there
     assert "'length': 12" in there
     assert "'length': 8" in here
-
-
-def train_alike(rank: int) -> bool:
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=2,
-        num_replicas=2,
-        use_cpu=True,
-        print_banner=False,
-        plugins=[Quiet("first")],
-    )
-    return trainer.fit(Linear("net"), Numbers(8, num_workers=rank))
-
-
-def test_the_number_of_loader_workers_may_differ() -> None:
-    assert run_ranks(train_alike, 2) == [True, True]

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios.errors import ArgumentError, UsageError
-from helios.plugins import EarlyStopping, Plugin
+from helios.plugins import Plugin
 from helios.start import training
 from helios.state import TrainingState
 
@@ -149,12 +149,6 @@ def test_a_save_is_due_after_ten_minutes_inside_an_epoch_too(
         assert {6, 12, 18, 24, 30} <= {*saved(tmp_path)}
 
 
-def test_the_best_is_kept_where_a_plugin_says_which_score_counts(tmp_path: Path) -> None:
-    fit(tmp_path, EarlyStopping("error", patience=9, mode="max"), max_epochs=6)
-    assert len(saved(tmp_path)) == 4
-    assert saved(tmp_path)[0] == 6, "the error falls, so the first one is the largest"
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -174,36 +168,3 @@ def test_the_same_run_twice_in_one_script_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="save_name"):
         fit(tmp_path, max_epochs=1)
     assert fit(tmp_path, max_epochs=2).counters.global_step == 12
-
-
-def test_an_evaluation_returns_its_scores_as_a_mapping_that_is_true(tmp_path: Path) -> None:
-    model = fit(tmp_path, max_epochs=1)
-    trainer = helios.Trainer(max_epochs=1, chkpt_root=tmp_path, use_cpu=True)
-    scores = trainer.validate(model, Data())
-    assert dict(scores) == {"error": float(model.metrics["error"])}
-    nothing = trainer.test(model, Data())
-    assert nothing
-    assert not len(nothing)
-
-
-def test_what_one_step_for_both_writes_in_a_test_is_a_test_score(tmp_path: Path) -> None:
-    class Plain(helios.Model):
-        def setup(self) -> None:
-            self.net = nn.Linear(2, 1)
-            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-4)
-
-        def train_step(self, batch: Any) -> Any:
-            return self.net(batch[0]).square().mean()
-
-        def valid_step(self, batch: Any, step: int) -> None:
-            self.val_scores["batches"] = step + 1
-            self.log("error", self.net(batch[0]).square().mean())
-
-    model = Plain()
-    trainer = helios.Trainer(max_epochs=1, use_cpu=True)
-    two = helios.DataModule.from_datasets(train=NUMBERS, valid=NUMBERS, test=NUMBERS, batch_size=2)
-    assert trainer.fit(model, two)
-    validated = dict(model.val_scores)
-    assert validated.keys() == {"batches", "error"}
-    assert dict(trainer.test(model, two)) == validated
-    assert model.val_scores == validated

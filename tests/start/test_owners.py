@@ -40,12 +40,10 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Data(helios.DataModule):
-    num_workers = 0
-
     def setup(self) -> None:
         self.stage = 0
         self.numbers = Numbers()
-        options = DataLoaderParams(batch_size=1, num_workers=self.num_workers)
+        options = DataLoaderParams(batch_size=1, num_workers=0)
         self._train_dataset = self._create_dataset(Subset(self.numbers, range(8)), options)
 
 
@@ -177,15 +175,8 @@ def test_a_data_set_declares_what_need_not_be_saved(
         def setup(self) -> None:
             super().setup()
             self.numbers = Declaring()
-            options = DataLoaderParams(
-                batch_size=1,
-                num_workers=self.num_workers,
-                multiprocessing_context="fork" if self.num_workers else None,
-            )
+            options = DataLoaderParams(batch_size=1, num_workers=0)
             self._train_dataset = self._create_dataset(Subset(self.numbers, range(8)), options)
-
-    class WithWorkers(Declared):
-        num_workers = 1
 
     Parts(tmp_path / "here", 3, Declared).run()
     again = Parts(tmp_path / "here", 4, Declared)
@@ -195,8 +186,7 @@ def test_a_data_set_declares_what_need_not_be_saved(
     fresh = random.Random(4)
     fresh.random()
     assert found.rng.getstate() == fresh.getstate(), "one batch was fetched since the resume"
-    Parts(tmp_path / "workers", 3, WithWorkers).run()
-    assert _sidecar(tmp_path / "here").missing == _sidecar(tmp_path / "workers").missing == {}
+    assert _sidecar(tmp_path / "here").missing == {}
     assert " - WARNING - " not in capsys.readouterr().err
 
 

@@ -38,12 +38,6 @@ def join(trainer: helios.Trainer, plugin: Any) -> None:
     trainer.plugins |= {plugin.plug_id: plugin}
 
 
-def join_table(trainer: helios.Trainer, plugin: Any) -> None:
-    table = PluginTable()
-    table[plugin.plug_id] = plugin
-    trainer.plugins |= table
-
-
 WAYS: dict[str, Callable[[helios.Trainer, Any], Any]] = {
     "register_plugin": lambda trainer, plugin: trainer.register_plugin(plugin),
     "configure_trainer": lambda trainer, plugin: plugin.configure_trainer(trainer),
@@ -51,7 +45,6 @@ WAYS: dict[str, Callable[[helios.Trainer, Any], Any]] = {
     "update": lambda trainer, plugin: trainer.plugins.update({plugin.plug_id: plugin}),
     "setdefault": lambda trainer, plugin: trainer.plugins.setdefault(plugin.plug_id, plugin),
     "a union in place": join,
-    "a union with a table": join_table,
 }
 
 
@@ -92,13 +85,6 @@ def test_every_way_to_register_runs_the_same_checks(way: str) -> None:
             WAYS[way](trainer, Quiet("b"))
         assert isinstance(caught.value, KeyError)
     assert list(trainer.plugins.values()) == [*plugins, second, shown]
-
-
-@pytest.mark.parametrize("thing", [Quiet, None])
-def test_something_that_is_no_plugin_is_refused(thing: Any) -> None:
-    trainer = make_trainer()
-    with pytest.raises(ArgumentTypeError, match=r"Trainer.plugins\['it'\] must be a Plugin object"):
-        trainer.plugins["it"] = thing
 
 
 @pytest.mark.shows("H60")
