@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios.errors import ArgumentError, UsageError
-from helios.plugins import Plugin
 from helios.start import training
 from helios.state import TrainingState
 
@@ -22,17 +21,9 @@ NUMBERS = TensorDataset(torch.arange(24.0).reshape(12, 2))
 """Six batches of two samples."""
 
 
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
-        self._train_dataset = self._create_dataset(NUMBERS, params)
-        self._valid_dataset = self._create_dataset(NUMBERS, params)
-
-
-class Unvalidated(helios.DataModule):
-    def setup(self) -> None:
-        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
-        self._train_dataset = self._create_dataset(NUMBERS, params)
+def make_data(*, validates: bool = True) -> helios.DataModule:
+    valid = {"valid": NUMBERS} if validates else {}
+    return helios.DataModule.from_datasets(train=NUMBERS, **valid, batch_size=2)
 
 
 class Net(helios.Model):
@@ -59,13 +50,10 @@ class Net(helios.Model):
         return {"error": (self.net(batch[0]).double().square().sum(), len(batch[0]))}
 
 
-def fit(
-    folder: Path | None, *plugins: Plugin, data: type[helios.DataModule] = Data, **options: Any
-) -> Net:
+def fit(folder: Path | None, *, validates: bool = True, **options: Any) -> Net:
     model = Net()
-    given: dict[str, Any] = {"chkpt_root": folder, "use_cpu": True, "print_banner": False}
-    trainer = helios.Trainer(**{**given, "plugins": plugins, **options})
-    assert trainer.fit(model, data())
+    trainer = helios.Trainer(chkpt_root=folder, use_cpu=True, print_banner=False, **options)
+    assert trainer.fit(model, make_data(validates=validates))
     return model
 
 
@@ -131,7 +119,7 @@ def test_a_number_counts_epochs_or_steps_and_none_is_never(tmp_path: Path) -> No
     assert fit(tmp_path / "c", max_epochs=1, **never).validated == []
     assert saved(tmp_path / "c") == []
     assert fit(None, max_epochs=1, **never).validated == []
-    assert fit(tmp_path / "d", max_epochs=1, data=Unvalidated).validated == []
+    assert fit(tmp_path / "d", max_epochs=1, validates=False).validated == []
 
 
 @pytest.mark.parametrize("frequency", ["10min", "auto"])

@@ -53,9 +53,7 @@ class Owner:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         self.count = 0
         self.history: list[Any] = []
-        self.nested = {"deep": [1, {"numbers": torch.zeros(2)}], "other": {1, 2}}
         self.average = torch.zeros(3)
-        self.pair = (1, [2])
         self.cache: Any = None
         self._loss_items: dict[str, Any] = {}
         self.records: list[Any] = []
