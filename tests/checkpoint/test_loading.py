@@ -166,33 +166,28 @@ def test_a_checkpoint_without_a_required_key_is_an_error(folder: RunFolder) -> N
 
 
 @pytest.mark.shows("S20")
-def test_too_little_memory_is_not_called_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = RunFolder(tmp_path)
-    save(folder, 1, 1)
-    before = names(tmp_path)
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr(torch, "load", fail)
-    with pytest.raises(MemoryError, match=r"run_epoch_1_iter_1\.pth"):
-        folder.load_newest()
-    assert names(tmp_path) == before
-
-
-@pytest.mark.shows("S20")
-def test_a_disk_that_fails_is_not_called_damage(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "name", "failure", "error"),
+    [
+        (torch, "load", RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError),
+        (loading, "digest_file", PermissionError(13, "Permission denied"), CheckpointError),
+    ],
+)
+def test_too_little_memory_and_a_disk_that_fails_are_not_called_damage(
+    folder: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    failure: Exception,
+    error: type[Exception],
 ) -> None:
     before = names(folder.path)
 
-    def fail(path: Path, watch: object) -> str:
-        raise PermissionError(13, "Permission denied", str(path))
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise failure
 
-    monkeypatch.setattr(loading, "digest_file", fail)
-    with pytest.raises(CheckpointError, match=r"run_epoch_1_iter_3\.pth.*Permission") as caught:
+    monkeypatch.setattr(module, name, fail)
+    with pytest.raises(error, match=r"run_epoch_1_iter_3\.pth") as caught:
         folder.load_newest()
     assert not isinstance(caught.value, DamagedCheckpointError)
     assert names(folder.path) == before

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 import helios
-from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, RunMismatchError, UsageError
-from helios.launch.launcher import Launch, LaunchKind
+from helios.launch.launcher import Launch
 from helios.start.options import Options
 from helios.start.processes import (
     Stored,
@@ -23,10 +22,6 @@ from tests.support.runs import IndexModule, Setting, SmallModel, train
 
 _ALONE = Launch()
 _PATH = Path("run_epoch_1_iter_1.pth")
-
-
-def started(kind: LaunchKind, count: int, local_rank: int = 0) -> Launch:
-    return Launch(kind, DistributedInfo(local_rank, local_rank, count, count))
 
 
 def stored(count: int | None) -> Stored | None:
@@ -67,21 +62,6 @@ def test_a_plain_start_follows_the_run_then_the_arguments_then_the_machine(
     arguments = make(**options)
     count = choose_processes(arguments, _ALONE, stored(kept))
     assert (count, choose_replicas(arguments, _ALONE, stored(kept), count)) == expected
-
-
-@pytest.mark.shows("H48", "E29")
-@pytest.mark.parametrize("kind", [LaunchKind.TORCHRUN, LaunchKind.SRUN])
-@pytest.mark.parametrize(
-    ("options", "kept", "expected"),
-    [({}, None, 3), ({"nproc": 3}, 5, 5), ({"num_replicas": 4}, None, 4)],
-)
-def test_a_launcher_decides_the_number_of_processes(
-    kind: LaunchKind, options: dict[str, Any], kept: int | None, expected: int
-) -> None:
-    arguments, place = make(**options), started(kind, 3)
-    count = choose_processes(arguments, place, stored(kept))
-    assert count == 3
-    assert choose_replicas(arguments, place, stored(kept), count) == expected
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,32 +233,24 @@ def _moments(nets: Any, optimizer: torch.optim.Optimizer) -> Any:
     return {name: bits(optimizer.state[part]) for name, part in sorted(nets.named_parameters())}
 
 
-def _own(order: list[str]) -> tuple[Any, Owners]:
-    model = _one_group(order)
-    owners = Owners([Holder("model", model, has_own_state=True, is_model=True)])
-    owners.take_baseline()
-    return model, owners
-
-
-def _own_state(model: Any) -> dict[str, Any]:
-    return {"nets": model.nets.state_dict(), "opt": model.optimizer.state_dict()}
-
-
-def _load_own(model: Any, owners: Owners, own: dict[str, Any], states: Any) -> None:
-    owners.prepare(states)
-    model.nets.load_state_dict(own["nets"])
-    model.optimizer.load_state_dict(copy.deepcopy(own["opt"]))
-    owners.restore(states)
-
-
 def test_an_optimizer_in_the_state_of_a_model_gets_the_order_that_was_saved(tmp_path: Path) -> None:
-    model, owners = _own(["a", "b", "c"])
+    def make(order: list[str]) -> tuple[Any, Owners]:
+        model = _one_group(order)
+        owners = Owners([Holder("model", model, has_own_state=True, is_model=True)])
+        owners.take_baseline()
+        return model, owners
+
+    model, owners = make(["a", "b", "c"])
     _train(model, 2)
-    states, missing = owners.capture({"model": _own_state(model)})
+    own = {"nets": model.nets.state_dict(), "opt": model.optimizer.state_dict()}
+    states, missing = owners.capture({"model": own})
     assert missing == {}
-    own, states = through_a_file([_own_state(model), states], tmp_path / "state")
-    again, others = _own(["c", "a", "b"])
-    _load_own(again, others, own, states)
+    own, states = through_a_file([own, states], tmp_path / "state")
+    again, others = make(["c", "a", "b"])
+    others.prepare(states)
+    again.nets.load_state_dict(own["nets"])
+    again.optimizer.load_state_dict(own["opt"])
+    others.restore(states)
     assert _moments(again.nets, again.optimizer) == _moments(model.nets, model.optimizer)
     for each in (model, again):
         _train(each)

@@ -97,24 +97,11 @@ def test_values_of_other_type_order_or_bytes_have_another_digest(one: Any, other
     assert _digest(one) != _digest(other)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: np.zeros((600, 500)),
-        lambda: bytes(2_400_000),
-        lambda: list(range(300, 600_000)),
-    ],
-)
+@pytest.mark.parametrize("make", [lambda: np.zeros(300_000), lambda: list(range(300, 600_000))])
 def test_a_large_value_is_read_to_its_end(make: Any) -> None:
     owner = Owner(value=make())
     discovery = started(owner)
-    again = make()
-    owner.value = again
+    owner.value = make()
     assert not changed(discovery)
-    if isinstance(again, np.ndarray):
-        again = again.copy()
-        again.flat[-1] = 1
-    else:
-        again = again[:-1] + type(again)({str: "y", bytes: b"y", list: [0]}[type(again)])
-    owner.value = again
+    owner.value[-1] = 1
     assert changed(discovery)

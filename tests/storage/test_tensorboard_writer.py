@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
 import signal
 import sys
 from collections import Counter
@@ -17,7 +16,6 @@ import torch
 from tensorboard.backend.event_processing import event_file_loader
 from torch.utils.tensorboard import SummaryWriter
 
-from helios.core import rng
 from helios.storage.tensorboard_writer import TensorboardWriter
 from tests.support.scripts import call
 
@@ -128,25 +126,3 @@ def test_files_that_are_gone_or_shorter_are_warned_of(
     assert gone in record.message
     assert shorter in record.message
     assert whole not in record.message
-
-
-class _Drawing(torch.nn.Linear):
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        random.random()
-        rng.get_default_numpy_rng().generator.random()
-        return super().forward(batch)
-
-
-def test_a_graph_is_drawn_without_moving_the_random_numbers(
-    writer: TensorboardWriter, tmp_path: Path
-) -> None:
-    writer.setup(tmp_path)
-    rng.seed_rngs(1)
-    model = _Drawing(2, 2)
-    before = repr(rng.get_rng_state_dict())
-    writer.add_graph(model, [torch.ones(1, 2, requires_grad=True)])
-    writer.close()
-    assert repr(rng.get_rng_state_dict()) == before
-    [path] = tmp_path.iterdir()
-    events = event_file_loader.LegacyEventFileLoader(str(path)).Load()
-    assert any(b"weight" in event.graph_def for event in events)
