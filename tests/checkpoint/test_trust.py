@@ -75,10 +75,6 @@ def _zip(path: Path, payload: Any) -> None:
     torch.save(payload, path)
 
 
-def _zip_of_protocol_4(path: Path, payload: Any) -> None:
-    torch.save(payload, path, pickle_protocol=4)
-
-
 def _legacy(path: Path, payload: Any) -> None:
     torch.save(payload, path, _use_new_zipfile_serialization=False)
 
@@ -112,7 +108,6 @@ def _script_archive(path: Path, payload: Any) -> None:
 
 PACKINGS = {
     "zip": _zip,
-    "zip of protocol 4": _zip_of_protocol_4,
     "legacy": _legacy,
     "plain pickle": _plain_pickle,
     "legacy tar": _legacy_tar,

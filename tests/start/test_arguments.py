@@ -56,7 +56,6 @@ def set_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 @pytest.mark.shows("H46")
 def test_a_gpu_that_is_demanded_without_cuda_is_an_error() -> None:
-    """H46: a RuntimeError."""
     with pytest.raises(UsageError, match=r"Trainer\(use_cpu=False\) must find a GPU.*Omit use_cpu"):
         make(use_cpu=False)
 
@@ -74,7 +73,6 @@ def test_a_gpu_that_is_demanded_without_cuda_is_an_error() -> None:
 def test_determinism_on_a_gpu_sets_the_variable_of_cublas_or_is_refused_where_it_is_too_late(
     monkeypatch: pytest.MonkeyPatch, present: str | None, is_started: bool, found: str
 ) -> None:
-    """H49: CUDA reads it once, when it starts."""
     set_gpus(monkeypatch, 1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_started)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)

@@ -98,16 +98,6 @@ def test_what_comes_first_ends_a_run_with_both(
     assert weights(longer) == weights(fit(None, max_epochs=4, max_steps=23))
 
 
-@pytest.mark.parametrize("name", ["max_epochs", "max_steps"])
-def test_another_length_is_logged_under_the_name_that_was_passed(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fit(tmp_path, **{name: 1})
-    with caplog.at_level("INFO"):
-        fit(tmp_path, **{name: 2})
-    assert f"Changed since the checkpoint: {name}: 1 -> 2." in caplog.text
-
-
 def test_a_number_counts_epochs_or_steps_and_none_is_never(tmp_path: Path) -> None:
     epochs: dict[str, Any] = {"max_epochs": 4, "valid_frequency": 2, "chkpt_frequency": 2}
     assert fit(tmp_path / "a", **epochs).validated == [12, 24]

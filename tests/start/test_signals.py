@@ -15,16 +15,19 @@ from helios.errors import ArgumentError
 from tests.support.runs import RETURNS, IndexModule, Setting, SmallModel
 
 
-@pytest.mark.parametrize("numbers", [signal.SIGTERM, ("SIGTERM",), (signal.SIGKILL,)])
-def test_bad_signals_are_refused(numbers: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"must be a tuple of signals that a process can delay"):
-        Signals(numbers)
-
-
-@pytest.mark.parametrize("grace", [0, "20"])
-def test_a_grace_is_a_positive_number(grace: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"^Signals\(grace=\.\.\.\) must be a positive number"):
-        Signals(grace=grace)
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"numbers": signal.SIGTERM}, "a tuple of signals that a process can delay"),
+        ({"numbers": ("SIGTERM",)}, "a tuple of signals that a process can delay"),
+        ({"numbers": (signal.SIGKILL,)}, "a tuple of signals that a process can delay"),
+        ({"grace": 0}, "a positive number"),
+        ({"grace": "20"}, "a positive number"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"^Signals\(\w+=\.\.\.\) must be {rule}"):
+        Signals(**options)
 
 
 def fit_quickly(**options: Any) -> helios.Trainer:

@@ -6,9 +6,6 @@ import threading
 
 import pytest
 
-from helios.checkpoint.retention import CheckpointStore
-from helios.errors import ArgumentError
-from helios.state.values import LIMIT
 from tests.state.owners import Owner, changed, started
 
 
@@ -27,12 +24,3 @@ def test_what_is_too_large_is_missing_at_every_capture_and_named_once(said: list
     owner.big, owner.helper = b"x", None
     assert not discovery.capture()["missing"]
     assert sorted(changed(discovery)) == ["big", "helper"]
-
-
-@pytest.mark.shows("S50")
-def test_the_limit_is_that_of_the_store() -> None:
-    assert CheckpointStore().max_plain_bytes == LIMIT == 64 * 2**20
-    with pytest.raises(ArgumentError, match=r"max_plain_bytes=.* must be a non-negative int"):
-        CheckpointStore(max_plain_bytes=-1)
-    with pytest.raises(ArgumentError, match="max_plain_bytes"):
-        CheckpointStore(max_plain_bytes=1.5)  # type: ignore[arg-type]
