@@ -16,6 +16,7 @@ from helios.checkpoint import file_names
 from helios.checkpoint.checkpoint_writer import PlainWriter
 from helios.checkpoint.store import CheckpointStore, PendingCheckpoint, RunFolder
 from helios.errors import SaveError
+from helios.state import TrainingState
 from helios.storage import files
 from helios.storage.staging import HostBuffers
 from tests.checkpoint.helpers import make_payload, make_sidecar
@@ -117,6 +118,29 @@ def test_the_file_holds_what_was_there_at_the_call(make: MakeWriter, gate: Gate)
     assert model["history"] == [1, 2]
     assert model["array"].tolist() == [0, 1, 2]
     assert model["view"].untyped_storage().data_ptr() == model["live"].untyped_storage().data_ptr()
+
+
+@pytest.mark.shows("S2")
+def test_a_save_in_flight_counts_as_saved_and_the_next_one_waits_for_it(
+    make: MakeWriter, gate: Gate
+) -> None:
+    def has(iteration: int) -> bool:
+        return writer.has(TrainingState(global_epoch=1, global_iteration=iteration))
+
+    writer = make()
+    first = save(writer, 1)
+    assert has(1)
+    assert writer.newest is None
+    second = threading.Thread(target=save, args=(writer, 2))
+    second.start()
+    assert gate.has_come.wait(150)
+    assert not has(2)
+    gate.is_open.set()
+    second.join()
+    finish(writer)
+    assert writer.newest == first.with_name("run_epoch_1_iter_2.pth")
+    assert has(1)
+    assert has(2)
 
 
 @pytest.mark.shows("S6")
