@@ -42,25 +42,6 @@ def test_distances_are_counted_in_units_of_the_last_place(
     assert found.max_ulp == (6 if start == 0 else 5)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (torch.tensor([0.0]), torch.tensor([-0.0])),
-        (torch.tensor([1, 2]), torch.tensor([2, 1])),
-        (torch.eye(3).to_sparse(), torch.zeros(3, 3).to_sparse()),
-    ],
-    ids=["sign of zero", "exchanged", "sparse"],
-)
-def test_every_type_is_compared(one: Any, other: Any, tmp_path: Path) -> None:
-    assert not _compare(tmp_path, one, other).is_equal
-    assert _compare(tmp_path, one, one.clone()).is_equal
-
-
-def test_not_a_number_is_equal_to_itself(tmp_path: Path) -> None:
-    nan = torch.tensor([math.nan, 1.0])
-    assert _compare(tmp_path, nan, nan.clone()).is_equal
-
-
 @pytest.mark.shows("P13")
 def test_the_command_names_a_flipped_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

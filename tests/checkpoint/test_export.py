@@ -15,7 +15,6 @@ import helios
 from helios.checkpoint import status
 from helios.checkpoint.export import Weights, select_weights, write_weights
 from helios.errors import ArgumentError, CheckpointError
-from helios.plugins import EMA
 from tests.support.models import Fitting
 
 
@@ -134,20 +133,6 @@ def test_several_networks_stand_under_their_attributes(tmp_path: Path) -> None:
     assert is_same(export(path, tmp_path / "head", network="heads.0"), model.heads[0])
     with pytest.raises(ArgumentError, match=r"heads\.0.*got 'head'"):
         select_weights(content_of(path), network="head")
-
-
-@pytest.mark.shows("U14")
-def test_an_average_stands_in_for_the_weights(tmp_path: Path) -> None:
-    model, ema = One(), EMA(0.5)
-    path = train(model, tmp_path, plugins=[ema])
-    expected = ema.averaged_state_dict(model)
-    state = export(path, tmp_path / "out", average="ema")
-    assert list(state) == list(expected)
-    assert all(torch.equal(state[key], expected[key]) for key in expected)
-    assert not torch.equal(state["first.weight"], model.net.first.weight)
-    assert torch.equal(state["first.weight"], state["second.weight"])
-    with pytest.raises(ArgumentError, match=r"\['ema'\], got 'swa'"):
-        select_weights(content_of(path), average="swa")
 
 
 def weights_of(**tensors: torch.Tensor) -> Weights:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from helios.checkpoint.export import Weights, select_weights, write_folder
@@ -113,28 +112,6 @@ def test_an_average_is_exported_in_the_types_of_the_weights(
     expected = state | {name: part.to(state[name].dtype) for name, part in means.items()}
     expected["again.tied"] = expected["tied"]
     assert is_equal(load(kind, path.with_suffix(f".{kind}")), expected)
-
-
-@pytest.mark.shows("P98")
-def test_tensors_are_spread_over_files_that_an_index_names(tmp_path: Path) -> None:
-    state = {f"layer.{number}": torch.full((250,), float(number)) for number in range(7)}
-    state["large"] = torch.ones(4000)
-    state["last"] = torch.zeros(1)
-    path = save_network(RunFolder(tmp_path / "run"), state)
-    out = tmp_path / "out"
-    export_in_parts(path, out, 3000)
-    parts = [f"model-0000{number}-of-00005.safetensors" for number in range(1, 6)]
-    assert names(out) == sorted(["model.safetensors.index.json", *parts])
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": sum(part.nbytes for part in state.values())}
-    assert list(index["weight_map"]) == list(state)
-    for part in parts:
-        with safe_open(out / part, framework="pt") as opened:
-            found = set(opened.keys())
-            assert opened.metadata()["format"] == "pt"
-        assert found == {name for name, file in index["weight_map"].items() if file == part}
-        assert found == {"large"} or sum(state[name].nbytes for name in found) <= 3000
-    assert is_equal(load("huggingface", out), state)
 
 
 def small(value: float = 0.0) -> Weights:

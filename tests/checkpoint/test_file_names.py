@@ -105,19 +105,3 @@ def test_the_last_checkpoint_has_the_highest_pair_and_not_the_highest_iteration(
     (tmp_path / "r_epoch_19_iter_9.pth").mkdir()
     touch(tmp_path / "r_epoch_19_iter_9.pth", "r_epoch_99_iter_99.pth")
     assert file_names.find_last_checkpoint(tmp_path) == tmp_path / "r_epoch_10_iter_4.pth"
-
-
-@pytest.mark.parametrize(
-    ("file", "name", "expected"),
-    [
-        ("run_epoch_3_iter_100.pth", "run", True),
-        ("run_epoch_3_iter_100_accuracy_0.89.pth", "run", True),
-        ("epoch_1_iter_2_epoch_3_iter_4.pth", "epoch_1_iter_2", True),
-        ("my_run_epoch_3_iter_100.pth", "run", False),
-        ("run2_epoch_3_iter_100.pth", "run", False),
-        ("run_epoch_1_iter_2_epoch_3_iter_4.pth", "run", False),
-        ("run.pth", "run", False),
-    ],
-)
-def test_a_file_belongs_to_the_run_whose_name_it_has(file: str, name: str, expected: bool) -> None:
-    assert file_names.belongs_to(Path(file), name) == expected

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.loading import Depth
-from helios.checkpoint.status import examine
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import CheckpointError, DamagedCheckpointError, IncompatibleCheckpointError
 from helios.storage import codec, files
@@ -21,7 +19,6 @@ from tests.checkpoint.helpers import (
     make_sidecar,
     names,
     save,
-    save_payload,
     swap,
 )
 
@@ -123,18 +120,6 @@ def test_a_file_without_sidecar_is_still_checked_by_the_sums_of_its_container(
     assert is_same(loaded.payload, make_payload(1, 2))
 
 
-def test_a_start_of_a_run_without_digests_reads_what_verify_refuses(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run", CheckpointStore(digest=False))
-    save(folder, 1, 1)
-    path = newest(folder)
-    flip(path, path.read_bytes().find((torch.arange(50.0)).numpy().tobytes()) + 20)
-    assert folder.load_newest() is not None
-    assert not examine(path, Depth.BYTES).is_good
-    cut(path)
-    with pytest.raises(DamagedCheckpointError):
-        folder.load_newest()
-
-
 def write_payload(path: Path, payload: Any, sidecar: Any = None) -> None:
     with files.create(path) as handle:
         codec.write_encoded(handle, codec.encode(payload, where=""))
@@ -182,61 +167,27 @@ def test_a_checkpoint_without_a_required_key_is_an_error(folder: RunFolder) -> N
 
 @pytest.mark.shows("S20")
 @pytest.mark.parametrize(
-    "payload",
-    [{"weight": torch.zeros(2)}, {"schema": 5, "training_state": 3}],
+    ("module", "name", "failure", "error"),
+    [
+        (torch, "load", RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError),
+        (loading, "digest_file", PermissionError(13, "Permission denied"), CheckpointError),
+    ],
 )
-def test_a_foreign_file_under_such_a_name_is_an_error(folder: RunFolder, payload: Any) -> None:
-    torch.save(payload, folder.path / "run_epoch_2_iter_4.pth")
-    refuses(folder, "not a checkpoint of Helios")
-
-
-class Own:
-    pass
-
-
-@pytest.mark.shows("S21")
-def test_a_type_that_is_not_allowed_is_an_error_with_its_remedy(folder: RunFolder) -> None:
-    save_payload(
-        folder,
-        make_payload(2, 4, own=Own()),
-        stem="run_epoch_2_iter_4",
-        sidecar=make_sidecar(2, 4),
-        safe_types=[Own],
-    )
-    refuses(folder, r"Own.*types_for_safe_load")
-    loaded = folder.load_newest([Own])
-    assert loaded is not None
-    assert isinstance(loaded.payload["model"]["own"], Own)
-
-
-@pytest.mark.shows("S20")
-def test_too_little_memory_is_not_called_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = RunFolder(tmp_path)
-    save(folder, 1, 1)
-    before = names(tmp_path)
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr(torch, "load", fail)
-    with pytest.raises(MemoryError, match=r"run_epoch_1_iter_1\.pth"):
-        folder.load_newest()
-    assert names(tmp_path) == before
-
-
-@pytest.mark.shows("S20")
-def test_a_disk_that_fails_is_not_called_damage(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+def test_too_little_memory_and_a_disk_that_fails_are_not_called_damage(
+    folder: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    failure: Exception,
+    error: type[Exception],
 ) -> None:
     before = names(folder.path)
 
-    def fail(path: Path, watch: object) -> str:
-        raise PermissionError(13, "Permission denied", str(path))
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise failure
 
-    monkeypatch.setattr(loading, "digest_file", fail)
-    with pytest.raises(CheckpointError, match=r"run_epoch_1_iter_3\.pth.*Permission") as caught:
+    monkeypatch.setattr(module, name, fail)
+    with pytest.raises(error, match=r"run_epoch_1_iter_3\.pth") as caught:
         folder.load_newest()
     assert not isinstance(caught.value, DamagedCheckpointError)
     assert names(folder.path) == before

@@ -22,6 +22,7 @@ _BEST: dict[str, Any] = {"count": 1, "metric": "loss", "mode": "min"}
         (CheckpointStore, "keep_best", 3),
         (CheckpointStore, "on_save_error", "ignore"),
         (CheckpointStore, "is_async", 1),
+        (CheckpointStore, "max_plain_bytes", -1),
         (KeepBest, "count", 0),
         (KeepBest, "metric", ""),
         (KeepBest, "mode", "highest"),

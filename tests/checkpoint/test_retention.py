@@ -53,12 +53,6 @@ def test_the_newest_by_epoch_and_iteration_stay(
     assert numbers(plan(shuffled, CheckpointStore(keep_last=keep_last))) == deleted
 
 
-@pytest.mark.shows("S10")
-def test_the_one_resumed_from_stays_and_does_not_push_out_another() -> None:
-    options = CheckpointStore(keep_last=2)
-    assert numbers(plan(ENTRIES, options, {ENTRIES[0].path})) == [(1, 10), (2, 11)]
-
-
 @pytest.mark.shows("S9")
 def test_every_nth_completed_unit_stays_and_what_lies_in_mid_epoch_goes() -> None:
     entries = [known(10, 1), known(15), known(20, 2), known(30, 3), known(40, 4), known(45)]
@@ -97,53 +91,6 @@ def test_nan_and_a_missing_score_are_never_best(mode: str) -> None:
     assert kept(entries, CheckpointStore(keep_best=KeepBest(4, "loss", mode))) == [3, 6]
 
 
-def draw_entries(rng: random.Random) -> list[Entry]:
-    iterations = rng.sample(range(60), rng.randrange(12))
-    return [
-        known(
-            iteration,
-            rng.choice([None, iteration // 5]),
-            **rng.choice([{}, {"loss": rng.choice([math.nan, 0.0, 1.0, rng.random()])}]),
-        )
-        if rng.random() < 0.8
-        else make((1, iteration))[0]
-        for iteration in iterations
-    ]
-
-
-def draw_rules(rng: random.Random) -> dict[str, Any]:
-    best = KeepBest(rng.randint(1, 4), rng.choice(["loss", "other"]), rng.choice(["max", "min"]))
-    rules = {"keep_last": rng.randint(1, 5), "keep_every": rng.randint(1, 5), "keep_best": best}
-    return {name: rule for name, rule in rules.items() if rng.random() < 0.6}
-
-
-@pytest.mark.shows("S9", "U13")
-@pytest.mark.parametrize("seed", range(5))
-def test_whatever_the_rules_enough_stays(seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(100):
-        entries, rules = draw_entries(rng), draw_rules(rng)
-        protected = {entry.path for entry in entries if rng.random() < 0.1}
-        options = CheckpointStore(**rules)
-        gone = plan(entries, options, protected)
-        left = sorted(set(entries) - set(gone))
-        assert set(gone) <= set(entries)
-        assert gone == sorted(gone)
-        assert bool(left) == bool(entries), "at least one stays"
-        assert not entries or max(entries) in left, "the newest stays"
-        assert not protected & {entry.path for entry in gone}, "the protected stay"
-        assert plan(left, options, protected) == [], "what stayed once goes on staying"
-        if not rules:
-            assert not gone
-        else:
-            each = [plan(entries, CheckpointStore(**{n: r}), protected) for n, r in rules.items()]
-            assert set(gone) == set.intersection(*map(set, each)), "any rule is enough"
-        if "keep_last" in rules:
-            assert not set(sorted(entries)[-rules["keep_last"] :]) & set(gone)
-        if rules.keys() - {"keep_last"}:
-            assert all(entry.is_known for entry in gone), "nothing goes unjudged"
-
-
 def save_scored(folder: RunFolder, iteration: int, **changes: Any) -> Path:
     return save_payload(
         folder,
@@ -157,7 +104,7 @@ def iterations(folder: RunFolder) -> list[int]:
     return [entry.iteration for entry in folder.entries()]
 
 
-@pytest.mark.shows("U13")
+@pytest.mark.shows("S9", "U13")
 def test_a_folder_keeps_what_the_sidecars_say(tmp_path: Path) -> None:
     options = CheckpointStore(keep_every=4, keep_best=KeepBest(1, "score", "max"))
     folder = RunFolder(tmp_path, options)

@@ -11,7 +11,6 @@ import pytest
 
 from helios.checkpoint import file_names
 from helios.checkpoint.checkpoint_writer import PlainWriter
-from helios.checkpoint.loading import read_sidecar
 from helios.checkpoint.store import CheckpointStore, PendingCheckpoint, RunFolder
 from helios.storage import files
 from tests.checkpoint.helpers import make_payload, make_sidecar, names, save
@@ -86,6 +85,7 @@ def test_a_save_that_fails_removes_its_partial_file_and_keeps_the_older_checkpoi
     assert save(folder, 1, 2).exists()
 
 
+@pytest.mark.shows("S10")
 def test_retention_deletes_file_and_sidecar_but_not_the_one_resumed_from(tmp_path: Path) -> None:
     for iteration in range(1, 4):
         save(RunFolder(tmp_path), 1, iteration)
@@ -112,20 +112,6 @@ def test_a_deletion_that_fails_is_a_warning(
     assert save(folder, 1, 2).exists()
     assert "run_epoch_1_iter_1.pth was not deleted" in caplog.text
     assert len(folder.entries()) == 2
-
-
-@pytest.mark.shows("S32")
-def test_the_end_of_a_run_is_noted_under_the_same_digest(folder: RunFolder) -> None:
-    path = save(folder, 1, 1)
-    before = read_sidecar(path)
-    folder.mark_finished(path, "total_steps reached")
-    after = read_sidecar(path)
-    assert before is not None
-    assert after is not None
-    assert (before.finished, after.finished) == (None, "total_steps reached")
-    assert after.digest == before.digest == files.digest_file(path)
-    assert folder.load_newest() is not None
-    assert len(names(folder.path)) == 2
 
 
 @pytest.mark.shows("U2")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import helios
 from tests.support.quiet import Quiet
@@ -20,16 +19,6 @@ class PerEpoch(SmallModel):
     def setup(self, fast_init: bool = False) -> None:
         super().setup(fast_init)
         self.scheduler_interval = {"scheduler": "epoch"}
-
-
-class Warmed(SmallModel):
-    """Has a scheduler that another one steps."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup(fast_init)
-        rates = torch.optim.lr_scheduler
-        self.warmup = rates.LinearLR(self.optimizer, total_iters=5)
-        self.scheduler = rates.SequentialLR(self.optimizer, [self.warmup, self.scheduler], [5])
 
 
 class Stopped(Quiet):
@@ -79,14 +68,13 @@ def test_a_resume_is_told_in_a_line_and_what_has_changed_in_another(
 
 
 @pytest.mark.shows("P81")
-@pytest.mark.parametrize("print_banner", [True, False])
 def test_a_start_says_how_often_schedulers_step_and_names_one_that_seems_to_count_epochs(
-    print_banner: bool, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The scheduler of the model has a period of 30."""
 
     def told(kind: type[SmallModel], **options: Any) -> str:
-        (line,) = scheduler_lines(kind, capsys, print_banner=print_banner, **options)
+        (line,) = scheduler_lines(kind, capsys, **options)
         return line.partition(" - INFO - ")[2]
 
     remedy = "Model.scheduler_interval = {'scheduler': 'epoch'}"
@@ -96,4 +84,3 @@ def test_a_start_says_how_often_schedulers_step_and_names_one_that_seems_to_coun
     assert remedy not in told(SmallModel, total_steps=30, train_unit="iteration")
     assert "scheduler after every epoch" in told(PerEpoch, total_steps=30)
     assert remedy not in told(PerEpoch, total_steps=30)
-    assert "warmup" not in told(Warmed, total_steps=30)

@@ -10,7 +10,7 @@ import pytest
 import helios
 from helios.errors import ArgumentError, UsageError
 from helios.model.model import Model
-from helios.start.objects import check_batch_processor, check_made
+from helios.start.objects import check_made
 from tests.typed.user_script import Numbers
 
 
@@ -19,13 +19,6 @@ class Plain(Model):
         super().__init__("plain")
 
     def setup(self, fast_init: bool = False) -> None: ...
-
-
-class BothMethods(Plain):
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None: ...
 
 
 class OnlySaves(Plain):
@@ -37,16 +30,6 @@ class OnlyLoads(Plain):
     def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None: ...
 
 
-class HeirOfBoth(BothMethods):
-    def state_dict(self) -> dict[str, Any]:
-        return {"more": 1}
-
-
-@pytest.mark.parametrize("kind", [Plain, BothMethods, HeirOfBoth])
-def test_a_model_overrides_both_methods_of_its_state_or_none(kind: type[Plain]) -> None:
-    helios.Trainer(use_cpu=True).test(kind(), Numbers(), checkpoint=None)
-
-
 @pytest.mark.parametrize(
     ("kind", "method"), [(OnlySaves, "state_dict"), (OnlyLoads, "load_state_dict")]
 )
@@ -55,16 +38,6 @@ def test_overriding_one_of_them_is_an_error_that_names_it(kind: type[Plain], met
     form = f"{kind.__name__} must override both.*got {method} only. Without them"
     with pytest.raises(ArgumentError, match=form):
         helios.Trainer(use_cpu=True).test(kind(), Numbers(), checkpoint=None)
-
-
-def test_a_model_that_trains_has_a_step() -> None:
-    """C12: without one no weight would move, and nobody would say so."""
-    with pytest.raises(ArgumentError, match=r"Plain must override train_step, or set batch_pro"):
-        check_batch_processor(Plain())
-    check_batch_processor(Plain(), is_inference=True)
-    replaced = Plain()
-    replaced.train_step = lambda batch, state: None  # type: ignore[method-assign]
-    check_batch_processor(replaced)
 
 
 class WithoutBase(Plain):

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import helios
-from helios import DataLoaderParams
 from helios.start import hangs
 from tests.support.hanging import list_workers, run_forked, survives
+from tests.support.models import Fitting
 
 CLOCK = r"\d\d:\d\d:\d\d"
 
@@ -89,36 +90,7 @@ def test_an_end_without_a_safe_point_says_so(tmp_path: Path) -> None:
     assert "ERROR - No safe point was reached within 1 s after " in log
 
 
-class Data(helios.DataModule):
-    """A few numbers, of which some may be validated."""
-
-    def __init__(self, *, validates: bool = False) -> None:
-        super().__init__()
-        self.validates = validates
-
-    def setup(self) -> None:
-        samples: Any = torch.arange(16.0).reshape(16, 1)
-        params = DataLoaderParams(batch_size=2)
-        self._train_dataset = self._create_dataset(samples, params)
-        if self.validates:
-            self._valid_dataset = self._create_dataset(samples, params)
-
-
-class Net(helios.Model):
-    def __init__(self, act: Any = None) -> None:
-        super().__init__("net")
-        self.act = act
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = torch.nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-4)
-
-    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
-        if self.act is not None and state.global_iteration == 2:
-            self.act()
-        loss: torch.Tensor = self.net(batch).square().mean()
-        return loss
-
+class Slow(Fitting):
     def valid_step(self, batch: Any, step: int) -> None:
         time.sleep(0.2)
 
@@ -128,8 +100,10 @@ def test_a_long_validation_that_gets_on_is_not_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hangs, "WARNING_SECONDS", 1.2)
+    samples = TensorDataset(torch.ones(8, 5))
+    data = helios.DataModule.from_datasets(train=samples, valid=samples, batch_size=1)
     trainer = helios.Trainer(total_steps=1, use_cpu=True, print_banner=False, valid_frequency=1)
     begin = time.monotonic()
-    assert trainer.fit(Net(), Data(validates=True))
+    assert trainer.fit(Slow(), data)
     assert time.monotonic() - begin > 1.2
     assert "No progress" not in caplog.text

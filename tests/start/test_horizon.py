@@ -112,29 +112,6 @@ def test_a_run_makes_the_steps_that_setup_was_told(
     assert per_epoch is not None or ("max_epochs" not in length and window > 1)
 
 
-def test_batches_that_are_skipped_are_no_steps() -> None:
-    model = Net()
-    fit(model, Data(), max_epochs=3, accumulation_steps=4, skip_batches=(17, 18, 19, 20, 90))
-    assert model.steps == [4, 3, 4]
-    assert model.said == [(11, None)] * 3
-
-
-class Manual(Net):
-    """Steps by itself, which is known after the first batch."""
-
-    def train_step(self, batch: Any) -> None:
-        self.optimizer.zero_grad()
-        self.net(batch[0]).square().mean().backward()
-        self.optimizer.step()
-
-
-def test_a_model_that_steps_by_itself_does_so_once_for_each_batch() -> None:
-    model = Manual()
-    fit(model, Data(), max_epochs=2, accumulation_steps=2)
-    assert model.steps == [16, 16]
-    assert model.said[-1] == (32, 16)
-
-
 def open_part(index: int, count: int) -> list[torch.Tensor]:
     return [torch.ones(1)] * 6
 
@@ -227,22 +204,3 @@ def test_a_resume_and_an_evaluation_are_told_the_length_of_the_run(
         trainer = helios.Trainer(chkpt_root=tmp_path, use_cpu=True, nproc=nproc)
         assert getattr(trainer, call)(evaluated, Complete())
         assert evaluated.said == [(16, 8)], call
-
-
-def test_an_evaluation_without_a_checkpoint_is_told_nothing() -> None:
-    evaluated = Net()
-    helios.Trainer(use_cpu=True).validate(evaluated, Data(), checkpoint=None)
-    assert evaluated.said == [(None, None)]
-
-
-class Looking(Net):
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup(fast_init)
-        self.context.request_stop("too early")
-
-
-def test_a_request_in_setup_is_an_error_and_not_lost() -> None:
-    with pytest.raises(AttributeError, match=r"SetupContext.*request_stop"):
-        fit(Looking(), Data(), max_epochs=1)
-    with pytest.raises(helios.UsageError, match="has no context here"):
-        Looking().setup()

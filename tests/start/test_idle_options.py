@@ -8,7 +8,7 @@ import pytest
 
 from helios import Trainer
 from helios.best import BestRule
-from helios.model import BatchProcessor, Model
+from helios.model import Model
 from helios.schedule import Schedule
 from helios.start.run_log import warn_of_idle_options
 from tests.support.quiet import QuietModel
@@ -25,15 +25,6 @@ class Mistyped(QuietModel):
 class Validating(QuietModel):
     def valid_step(self, batch: Any, step: int) -> None:
         """Compute nothing, on purpose."""
-
-
-class Drawing(QuietModel):
-    def on_validation_end(self, validation_cycle: int) -> None:
-        """Draw samples, say."""
-
-
-class Processing(QuietModel):
-    batch_processor = BatchProcessor.from_callable(lambda model, batch: (batch, None), False)
 
 
 def warnings_of(
@@ -63,14 +54,6 @@ def test_a_missing_validation_step_is_named_with_what_may_be_meant(
         "Write valid_step(self, batch), and log scores in it: self.log(name, value)."
     )
     assert warnings_of(caplog, QuietModel("quiet"), schedule=Schedule(total_steps=2)) == ""
-
-
-@pytest.mark.shows("U27")
-@pytest.mark.parametrize("kind", [Validating, Drawing, Processing])
-def test_a_model_with_code_for_validations_is_left_alone(
-    kind: type[Model], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert warnings_of(caplog, kind("quiet")) == ""
 
 
 def test_validation_without_data_is_named(caplog: pytest.LogCaptureFixture) -> None:

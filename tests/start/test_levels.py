@@ -17,7 +17,6 @@ from torch import nn
 import helios
 from helios.cli import main
 from helios.errors import RunMismatchError, StateError
-from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.distributed.train_script import Module, parse
 from tests.support.models import Fitting
@@ -114,23 +113,6 @@ def sidecars(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.shows("S46")
-def test_a_state_that_is_kept_rests_on_a_word_that_was_tried(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    word = "claimed by Ordered, tried at the first start"
-    fit(tmp_path)
-    assert [(each["level"], each["claims"]) for each in sidecars(tmp_path)] == [
-        ("restart", [word])
-    ] * 2
-    fit(tmp_path, total_steps=6)
-    assert sidecars(tmp_path)[-1]["claims"] == [word]
-    capsys.readouterr()
-    assert main(["ls", "--json", str(tmp_path)]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)["folders"]
-    assert {tuple(each["sidecar"]["claims"]) for each in listed["files"]} == {(word,)}
-
-
-@pytest.mark.shows("S46")
 def test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,24 +134,6 @@ def test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere(
     assert REASON in shown
 
 
-@pytest.mark.shows("S44")
-def test_fit_warns_once_when_it_loads_an_incomplete_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(tmp_path, Buffered)
-    capsys.readouterr()
-    fit(tmp_path, Buffered, total_steps=6)
-    shown = capsys.readouterr().err
-    (told,) = [line for line in shown.splitlines() if " - WARNING - " in line]
-    assert f"The checkpoint of iteration 4 is incomplete: it lacks {LOST}." in told
-    assert "There, the resumed run has the values of setup()" in told
-    assert 'on_incomplete="raise"' in told
-    assert f"reproducibility: incomplete (lacks {LOST})" in shown
-    newest = sidecars(tmp_path)[-1]
-    assert newest["level"] == "incomplete", "it was tried at the first start, and is lost still"
-    assert "resumed without: data: Buffered" in newest["changes"]
-
-
 @pytest.mark.shows("S46")
 def test_a_trial_changes_no_bit_of_the_run(tmp_path: Path) -> None:
     tried = fit(tmp_path)
@@ -180,25 +144,10 @@ def test_a_trial_changes_no_bit_of_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.shows("S45")
 def test_an_incomplete_checkpoint_can_be_refused_before_anything_is_written(tmp_path: Path) -> None:
-    class Listening(Plugin):
-        def __init__(self) -> None:
-            super().__init__("listening")
-            self.events: list[str] = []
-
-        unsaved = ("events",)
-
-        def setup(self) -> None:
-            """Nothing to prepare."""
-
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.events.append("on_save_checkpoint")
-
-    listening = Listening()
     rule = r"on_incomplete=\"raise\".*one of iteration 2 lacks data: Buffered .*unsaved = "
     with pytest.raises(StateError, match=rule):
-        fit(tmp_path, Buffered, on_incomplete="raise", plugins=[listening])
+        fit(tmp_path, Buffered, on_incomplete="raise")
     assert list((tmp_path / "net").glob("*.pth*")) == []
-    assert listening.events == []
 
 
 class Losing(Simple):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -119,16 +117,6 @@ def make(**options: Any) -> Options:
 def test_each_option_has_a_bad_value_and_another_one_here() -> None:
     assert set(BAD) == set(ROWS)
     assert set(OTHER) == set(ROWS)
-
-
-def test_the_signature_and_the_docstring_of_the_trainer_are_those_of_the_options() -> None:
-    own, expected = inspect.signature(helios.Trainer), inspect.signature(Options)
-    assert [(each.name, each.kind, each.default) for each in own.parameters.values()] == [
-        (each.name, each.kind, each.default) for each in expected.parameters.values()
-    ]
-    described = inspect.getdoc(helios.Trainer).partition("Args:")[2].partition("Attributes:")[0]
-    entries = re.findall(r"^    (\w+): ", described, re.MULTILINE)
-    assert entries == list(ROWS)
 
 
 @pytest.mark.shows("P149")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from helios.checkpoint.file_names import find_checkpoints
 from helios.checkpoint.loading import read_sidecar
@@ -29,20 +27,3 @@ def test_a_sidecar_holds_scores_of_its_own_weights_only(
     assert len(sidecars) > len(validated)
     scored = [known.iteration for known in sidecars if known is not None and known.metrics]
     assert scored == validated
-
-
-@pytest.mark.shows("S40")
-def test_the_file_is_mapped_while_it_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[bool] = []
-    load = torch.load
-
-    def watched(*args: Any, **options: Any) -> Any:
-        asked.append(options["mmap"])
-        return load(*args, **options)
-
-    train(tmp_path / "run", Setting(total_steps=3))
-    monkeypatch.setattr(torch, "load", watched)
-    train(tmp_path / "run", Setting(total_steps=5))
-    assert asked == [True]

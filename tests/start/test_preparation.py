@@ -41,12 +41,6 @@ def test_networks_go_to_the_device_and_optimizers_still_know_them() -> None:
     assert held == [id(part) for part in model.net.parameters()]
 
 
-def test_a_device_that_makes_new_parameters_is_told_of() -> None:
-    """Torch's device without memory is such a one."""
-    with pytest.raises(UsageError, match=r"'net' gets new parameters on meta.*to\(self\.device\)"):
-        train(engine=Engine("meta"))
-
-
 @pytest.mark.shows("P144")
 def test_the_memory_of_a_run_that_was_dropped_is_free_before_the_next_model_is_built() -> None:
     """A trainer and its model are in a cycle, and an accelerator's memory is scarce."""

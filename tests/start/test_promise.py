@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import helios
@@ -15,13 +14,6 @@ from helios.errors import UsageError
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.distributed.train_script import Module, Net, parse
-
-
-class Manual(Net):
-    def train_step(self, batch: Any, state: TrainingState) -> Any:
-        super().train_step(batch, state).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 class Counting(Net):
@@ -80,16 +72,3 @@ def test_synchronised_batch_norm_needs_a_process_for_each_replica(tmp_path: Path
     with pytest.raises(UsageError, match=r"SyncBatchNorm \(net\.1\) needs a process for each .*2"):
         fit(tmp_path, model=Synced, num_replicas=2)
     assert levels(tmp_path) == []
-
-
-def test_manual_steps_are_refused_when_a_run_goes_on_with_fewer_processes(tmp_path: Path) -> None:
-    fit(tmp_path, model=Manual)
-    path = tmp_path / "net" / "net_epoch_1_iter_2.pth"
-    payload = torch.load(path)
-    assert payload["is_manual"] is True
-    payload["num_replicas"] = 2
-    torch.save(payload, path)
-    path.with_suffix(".json").unlink()
-    rule = r"train_step returns None, .*Return the loss to train on"
-    with pytest.raises(UsageError, match=rule):
-        fit(tmp_path, model=Manual, total_steps=4)

@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,13 +40,6 @@ class Rows(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((4,), float(index))
-
-
-class SplitInItsClass(Rows):
-    order = np.random.default_rng().permutation(COUNT)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(int(self.order[index]))
 
 
 class SplitAtTheTop(Rows):
@@ -89,28 +81,15 @@ def files(folder: str, order: list[int]) -> list[tuple[str, int]]:
 
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "a split in setup": (lambda: Subset(Rows(), draw()[:20]), "data set.indices"),
-    "a split of a split": (
-        lambda: Subset(Subset(Rows(), draw()), list(range(20))),
-        "data set.dataset.indices",
-    ),
     "a split at the top of the script": (lambda: Subset(Rows(), AT_THE_TOP), "data set.indices"),
     "a split that only a method names": (lambda: SplitAtTheTop(), "data set.AT_THE_TOP"),
-    "a split in the class of the data set": (lambda: SplitInItsClass(), "data set.order"),
     "other values": (lambda: TensorDataset(torch.tensor(draw()).view(6, 4)), "data set.tensors"),
     "a list of samples": (lambda: [torch.tensor(draw()[:4]) for _ in range(8)], "data set, but"),
     "other noise on the same values": (
         lambda: Holding({"noise": np.random.default_rng().normal(size=3)}),
         "data set.held",
     ),
-    "named samples in a list": (
-        lambda: Holding([{"index": number} for number in draw()]),
-        "data set.held",
-    ),
     "file names": (lambda: Holding(files("/data", draw())), "data set.held"),
-    "paths": (
-        lambda: Holding([Path(f"/data/{name}") for name in [0] * 9 + draw()]),
-        "data set.held",
-    ),
     "a shuffled table": (
         lambda: Holding(pd.DataFrame({"name": list("abcdefgh" * 3)}).iloc[draw()]),
         "data set.held",
@@ -127,9 +106,6 @@ ALIKE: dict[str, Callable[[], Any]] = {
     "random and torch in setup": lambda: Subset(
         Rows(), random.sample(range(COUNT), 20) + torch.randperm(4).tolist()
     ),
-    "a generator with a fixed seed": lambda: Subset(
-        Rows(), np.random.default_rng(0).permutation(COUNT)
-    ),
     "what is declared": lambda: Free(np.random.default_rng().normal(size=3)),
     "objects": lambda: Holding([Transform(), {"crop": Transform(), 2: Transform}, lambda: None]),
     "entries and members in another order": lambda: Holding(
@@ -138,7 +114,6 @@ ALIKE: dict[str, Callable[[], Any]] = {
     "options of the process": lambda: Holding(
         {"device": f"cuda:{random.SystemRandom().random()}", "nested": {"pid": os.getpid()}}
     ),
-    "a sparse tensor": lambda: Holding([torch.eye(4).to_sparse()]),
     "other folders": lambda: Holding(files(f"/node{random.SystemRandom().random()}", [1, 2])),
 }
 

@@ -83,24 +83,3 @@ def test_what_is_the_users_own_is_not_named(caplog: pytest.LogCaptureFixture) ->
     assert warnings_of(owner, caplog) == []
     kind = type("Typed", (Plain,), {**dict.fromkeys(own, nothing), "on_cpu": property(nothing)})
     assert warnings_of(kind(), caplog) == []
-
-
-class Mixin:
-    def on_fit_start(self) -> None:
-        """Do nothing."""
-
-
-class Behind(Plain, Mixin):
-    """Its base has an empty method of that name."""
-
-
-class Before(Mixin, Plain):
-    """The one that is called."""
-
-
-def test_a_hook_of_a_mixin_behind_the_base_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    (said,) = warnings_of(Behind(), caplog)
-    assert said == (
-        "Mixin.on_fit_start is never called: write Mixin first among the bases of Behind."
-    )
-    assert warnings_of(Before(), caplog) == []

@@ -35,26 +35,6 @@ class Recorded(logging.Handler):
         self.texts.append(f"{record.levelname}: {record.getMessage()}")
 
 
-class Average:
-    """An exponential moving average with a counter: an object with a state of its own."""
-
-    def __init__(self, net: nn.Module) -> None:
-        self.count = 0
-        self.shadow = {name: tensor.detach().clone() for name, tensor in net.named_parameters()}
-
-    def update(self, net: nn.Module) -> None:
-        self.count += 1
-        rate = min(0.9, self.count / (self.count + 9))
-        for name, tensor in net.named_parameters():
-            self.shadow[name].lerp_(tensor.detach(), 1 - rate)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "shadow": self.shadow}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.count, self.shadow = state_dict["count"], state_dict["shadow"]
-
-
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
 

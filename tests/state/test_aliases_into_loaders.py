@@ -138,33 +138,10 @@ class Both(Optimizer):
         self.other.step()
 
 
-class Loose:
-    """The same without a base class; its groups are those of the inner ones."""
-
-    def __init__(self, one: Optimizer, other: Optimizer) -> None:
-        self.inner = [one, other]
-        self.param_groups = one.param_groups + other.param_groups
-
-    def step(self) -> None:
-        for each in self.inner:
-            each.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inner": [each.state_dict() for each in self.inner]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for each, state in zip(self.inner, state_dict["inner"], strict=True):
-            each.load_state_dict(state)
-        self.param_groups = self.inner[0].param_groups + self.inner[1].param_groups
-
-
-def _wrapper(kind: Callable[..., Any]) -> Callable[[], Any]:
-    def make() -> Any:
-        nets = _nets()
-        inner = SGD(nets["a"].parameters(), lr=0.1, momentum=0.9), Adam(nets["b"].parameters())
-        return _with(kind(*inner), nets)
-
-    return make
+def _wrapper() -> Any:
+    nets = _nets()
+    inner = SGD(nets["a"].parameters(), lr=0.1, momentum=0.9), Adam(nets["b"].parameters())
+    return _with(Both(*inner), nets)
 
 
 def _halve_wrapped(owner: Any) -> None:
@@ -200,32 +177,6 @@ def _average(*, is_first: bool) -> Callable[[], Any]:
         return _with(_two_groups(nets), nets, average=average, **{name: held})
 
     return make
-
-
-class Filled(Average):
-    """Gets its tensors in training."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Module())
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shadow": self.shadow, "seen": self.seen}
-
-
-def _filled() -> Any:
-    nets = _nets()
-    return _with(_two_groups(nets), nets, average=Filled(), weight=None, row=None)
-
-
-def _fill(owner: Any) -> None:
-    shadow = owner.average.shadow
-    if not shadow:
-        shadow["weight"] = owner.nets["a"].weight.detach().clone()
-        owner.weight, owner.row = shadow["weight"], shadow["weight"][1]
-    owner.weight.mul_(0.5)
-    owner.row.add_(1)
-    with torch.no_grad():
-        owner.nets["a"].weight.add_(shadow["weight"])
 
 
 def _use_average(owner: Any) -> None:
@@ -269,11 +220,9 @@ _CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "a group that training adds": (_no_group, _add_group),
     "moments of setup": (_moments_of_setup, _shrink_sums),
     "moments of training": (_moments_of_training, _take_moments),
-    "a wrapper of two": (_wrapper(Both), _halve_wrapped),
-    "a wrapper without a base": (_wrapper(Loose), _halve_wrapped),
+    "a wrapper of two": (_wrapper, _halve_wrapped),
     "an average, held first": (_average(is_first=True), _use_average),
     "an average, held last": (_average(is_first=False), _use_average),
-    "an average that training fills": (_filled, _fill),
     "a list in an extra state": (_extra, _use_items),
 }
 
@@ -315,29 +264,6 @@ def test_what_is_held_of_a_loader_is_held_after_a_resume(
     assert not said
 
 
-def test_groups_that_setup_builds_in_another_order_are_held_by_what_they_are(
-    tmp_path: Path,
-) -> None:
-    def make(order: str) -> Any:
-        nets = _nets()
-        groups = [{"params": nets[name].parameters(), "tag": name} for name in order]
-        optimizer = Adam(groups, lr=0.1)
-        held = {group["tag"]: group for group in optimizer.param_groups}["b"]
-        return _with(optimizer, nets, group=held)
-
-    owner = make("ab")
-    discovery = started(owner)
-    for number in range(2):
-        _step(owner, number, lambda each: _scale(each.group))
-    again = make("ba")
-    started(again).restore(copy.deepcopy(discovery.capture()))
-    assert again.group["tag"] == "b"
-    for number in range(2, 4):
-        _step(owner, number, lambda each: _scale(each.group))
-        _step(again, number, lambda each: _scale(each.group))
-    assert _bits_of(again) == _bits_of(owner)
-
-
 class Renames(Average):
     """Keeps under another name what it has loaded."""
 
@@ -363,21 +289,3 @@ def test_what_cannot_be_linked_again_is_named(said: list[str]) -> None:
     missing = discovery.capture()["missing"]
     assert "it refers to average.seen, which loading has replaced" in missing["seen"]
     assert "seen (it refers to average.seen" in "".join(said)
-
-
-def test_a_partial_over_what_loading_replaces_holds_the_new_one() -> None:
-    def make() -> Any:
-        nets = _nets()
-        average = Average(nets)
-        return _with(
-            _two_groups(nets), nets, average=average, note=functools.partial(_note, average.seen)
-        )
-
-    owner, again = make(), make()
-    started(again).restore(copy.deepcopy(started(owner).capture()))
-    again.note(1.0)
-    assert again.average.seen == [1.0]
-
-
-def _note(seen: list[float], value: float) -> None:
-    seen.append(value)

@@ -118,15 +118,6 @@ def test_views_of_parameters_and_buffers_are_neither_saved_nor_named(said: list[
     owner.mean, owner.rows = net[1].running_mean, [net[0].weight.detach()[1:]]
     assert changed(discovery) == {}
     assert not said
-    owner.first = net[3].weight
-    state = discovery.capture()
-    assert list(saved_attributes(state)) == ["first"]
-    assert not said
-    again = network()
-    resumed_owner = Owner(net=again, first=again[0].weight, rows=[again[0].weight.detach()[1:]])
-    resumed_owner.mean, resumed_owner.all = again[1].running_mean, list(again.parameters())
-    started(resumed_owner).restore(state)
-    assert resumed_owner.first is again[3].weight
 
 
 def _mixed() -> Any:
@@ -345,14 +336,6 @@ class Helper:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.count = trainer, 0
-
-
-def test_a_part_of_helios_that_training_assigns_is_neither_saved_nor_named(said: list[str]) -> None:
-    owner = Owner(trainer=None, helper=Helper(None))
-    discovery = started(owner)
-    owner.trainer = owner.helper.trainer = helios.Trainer(use_cpu=True)
-    state = discovery.capture()
-    assert (list(state["values"][""]), state["missing"], said) == (["helper"], {}, [])
 
 
 def test_an_object_keeps_the_part_of_helios_to_which_it_refers(tmp_path: Path) -> None:

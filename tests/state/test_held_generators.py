@@ -54,15 +54,3 @@ def test_a_generator_goes_on_where_it_was(name: str, tmp_path: Path, said: list[
     assert draw(again.parts["own"]) == draw(owner.parts["own"])
     assert draw(again.late) == draw(owner.late)
     assert not said
-
-
-@pytest.mark.shows("S67")
-@pytest.mark.parametrize("name", _MAKERS)
-def test_one_that_was_made_in_training_is_made_again(name: str) -> None:
-    make_one, draw = _MAKERS[name]
-    owner = Owner(rng=None)
-    discovery = started(owner)
-    owner.rng = make_one()
-    draw(owner.rng)
-    again = resumed(lambda: Owner(rng=None), discovery.capture())
-    assert draw(again.rng) == draw(owner.rng)

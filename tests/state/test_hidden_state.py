@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from tests.state.owners import Owner, resumed, started, through_a_file
 
@@ -138,23 +137,6 @@ def test_objects_that_are_hooks_on_parameters_and_optimizers_come_back(said: lis
     assert not said
 
 
-class Warm:
-    """Has a method that is the function of a scheduler."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def rate(self, step: int) -> float:
-        self.calls += 1
-        return 1 / self.calls
-
-
-def _scheduled() -> Any:
-    net = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return Owner(net=net, optimizer=optimizer, scheduler=LambdaLR(optimizer, Warm().rate))
-
-
 class Helper:
     """Counts in its class."""
 
@@ -193,7 +175,8 @@ def _moved(owner: Any) -> None:
 def test_what_no_checkpoint_can_hold_is_named(
     change: Callable[[Any], None], name: str, said: list[str]
 ) -> None:
-    owner = _scheduled()
+    net = nn.Linear(1, 1)
+    owner = Owner(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
     owner.helper, owner.view = Helper(), memoryview(bytearray(3))
     owner.net.register_forward_hook(lambda *args: None)
     owner.net.register_forward_hook(lambda *args: None)

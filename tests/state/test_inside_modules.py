@@ -13,7 +13,6 @@ from tests.state.owners import (
     Owner,
     bits,
     changed,
-    resumed,
     saved_attributes,
     started,
     through_a_file,
@@ -71,26 +70,6 @@ def test_what_training_changed_inside_a_module_comes_back(tmp_path: Path, said: 
     assert not {"mask", "late"} & noisy.state_dict().keys()
     assert bits(other.capture()) == bits(state)
     assert not said
-
-
-def test_what_was_removed_from_a_module_stays_removed() -> None:
-    owner = _nested()
-    discovery = started(owner)
-    del owner.nets[0][1].count, owner.nets[0][1].mask
-    again = resumed(_nested, discovery.capture()).nets[0][1]
-    assert "count" not in vars(again)
-    assert "mask" not in dict(again.named_buffers())
-
-
-def test_what_cannot_be_saved_inside_a_module_is_named(said: list[str]) -> None:
-    owner = _nested()
-    discovery = started(owner)
-    owner.nets[0][1].state = torch.ones(1, requires_grad=True) * 2
-    discovery.capture()
-    state = discovery.capture()
-    (text,) = said
-    assert "nets.0.1.state (it holds a tensor with a computation graph" in text
-    assert list(state["missing"]) == ["nets.0.1.state"]
 
 
 @pytest.mark.parametrize("declared", ["net.1", "net.1.count", "net"])

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
-import torch
 
-from helios.checkpoint.retention import CheckpointStore
-from helios.errors import ArgumentError
-from helios.state.values import LIMIT
-from tests.state.owners import Owner, changed, resumed, started, through_a_file
+from tests.state.owners import Owner, changed, started
 
 
 @pytest.mark.shows("S50")
@@ -29,32 +24,3 @@ def test_what_is_too_large_is_missing_at_every_capture_and_named_once(said: list
     owner.big, owner.helper = b"x", None
     assert not discovery.capture()["missing"]
     assert sorted(changed(discovery)) == ["big", "helper"]
-
-
-def test_what_another_attribute_shares_with_a_value_that_is_too_large_is_saved(
-    tmp_path: Path,
-) -> None:
-    def make() -> Owner:
-        recent = [0]
-        return Owner(history=[torch.zeros(1000), recent], recent=recent, last=None)
-
-    owner = make()
-    discovery = started(owner)
-    discovery.limit = 1000
-    owner.history[0] += 1
-    owner.history.append([2])
-    owner.recent.append(1)
-    owner.last = owner.history[2]
-    state = discovery.capture()
-    assert list(state["missing"]) == ["history"]
-    again = resumed(make, through_a_file(state, tmp_path / "state"))
-    assert (again.recent, again.last) == ([0, 1], [2])
-
-
-@pytest.mark.shows("S50")
-def test_the_limit_is_that_of_the_store() -> None:
-    assert CheckpointStore().max_plain_bytes == LIMIT == 64 * 2**20
-    with pytest.raises(ArgumentError, match=r"max_plain_bytes=.* must be a non-negative int"):
-        CheckpointStore(max_plain_bytes=-1)
-    with pytest.raises(ArgumentError, match="max_plain_bytes"):
-        CheckpointStore(max_plain_bytes=1.5)  # type: ignore[arg-type]

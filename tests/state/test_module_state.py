@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from helios.state.networks import name_weights, state_of
+from helios.state.networks import state_of
 from tests.state.owners import Owner, bits, network, resumed, started, through_a_file
 
 
@@ -56,12 +56,6 @@ def test_a_checkpoint_of_a_compiled_module_is_that_of_the_module(make: Any, rema
     again = resumed(remake, state)
     assert bits(state_of(again.net)) == bits(state["objects"]["net"])
     assert bits(started(again).capture()) == bits(state)
-
-
-def test_weights_are_named_once_and_without_those_that_are_none() -> None:
-    net = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(2)))
-    net[1].weight = net[0].weight
-    assert list(name_weights({"net": net}, {})) == ["net.0.weight"]
 
 
 class Helper:
@@ -125,8 +119,7 @@ def test_tensors_of_an_optimizer_in_no_module_are_saved_and_filled_in_place(
         assert bits(one.grad) == bits(other.grad)
 
 
-@pytest.mark.parametrize("kind", [dict, list])
-def test_float32_state_of_bfloat16_parameters_is_not_rounded(kind: type) -> None:
+def test_float32_state_of_bfloat16_parameters_is_not_rounded() -> None:
     class Master(torch.optim.SGD):
         """Keeps an exact copy of each parameter and a counter."""
 
@@ -136,11 +129,10 @@ def test_float32_state_of_bfloat16_parameters_is_not_rounded(kind: type) -> None
                 state = self.state[parameter]
                 if not state:
                     state["master"] = parameter.float()
-                    state["inner"] = {"m": [torch.zeros(1)]} if kind is dict else [torch.zeros(1)]
+                    state["inner"] = {"m": [torch.zeros(1)]}
                     state["count"] = torch.zeros(1, dtype=torch.int64)
                 state["master"].add_(1e-5)
-                inner = state["inner"]["m"] if kind is dict else state["inner"]
-                inner[0].add_(1e-5)
+                state["inner"]["m"][0].add_(1e-5)
                 state["count"].add_(257)
                 parameter.copy_(state["master"])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.state.owners import Owner, network, resumed, started
+from tests.state.owners import Owner, network, started
 
 
 def _silent(*args: Any) -> None:
@@ -76,25 +76,3 @@ def test_class_attributes_that_training_changes_are_named(said: list[str]) -> No
         "class WithHistory.history",
     ]
     assert "make it an attribute of the instance" in said[0]
-
-
-class Bag:
-    """An object that a set holds by its address."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-
-def test_objects_in_a_set_are_saved_where_something_else_refers_to_them() -> None:
-    def make() -> Any:
-        bags = [Bag() for _ in range(20)]
-        return Owner(bag=set(bags), first=bags[3], last=bags[7])
-
-    owner = make()
-    discovery = started(owner)
-    assert not discovery.capture()["missing"]
-    owner.first.value, owner.last.value = 1, 2
-    state = discovery.capture()
-    assert not state["missing"]
-    again = resumed(make, state)
-    assert (again.first.value, again.last.value) == (1, 2)

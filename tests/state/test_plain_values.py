@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
-import threading
-import uuid
-from collections import Counter, OrderedDict, defaultdict, deque
-from decimal import Decimal
+from collections import defaultdict
 from enum import Enum
-from fractions import Fraction
-from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
-from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
 import torch
 
 from helios.state.digests import Identities, mark_of
-from tests.state.owners import Owner, changed, resumed, started, through_a_file
+from tests.state.owners import Owner, changed, started
 
 
 class Colour(Enum):
@@ -37,21 +30,6 @@ class Thing:
 
 _IDENTITIES = Identities()
 
-_PLAIN = [
-    *(None, True, 7, -(10**700), 2.5, 1j, "text", b"bytes", range(3), slice(1, 2)),
-    *(np.float32(1.5), np.int64(3), np.bool_(True), np.datetime64("2024-01-01")),
-    *(np.zeros((2, 3)), np.array([1, "a", None], dtype=object), np.zeros(0, dtype=np.int8)),
-    *(Path("a/b"), PurePosixPath("c"), Decimal("1.5"), Fraction(1, 3), uuid.UUID(int=5)),
-    *(datetime.date(2024, 1, 2), datetime.timedelta(days=1), datetime.time(3, 4)),
-    datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc),
-    datetime.datetime(2024, 1, 2, tzinfo=ZoneInfo("UTC")),
-    *(torch.float16, torch.device("cpu"), torch.Size([2, 3])),
-    *(torch.zeros(3), torch.tensor(2.0), torch.zeros(2, dtype=torch.bfloat16)),
-    torch.zeros(2, requires_grad=True),
-    *([1, [2, (3, {"a": 4})]], {1: {2: 3}, (1, "b"): 2}, {1, 2}, frozenset((1, 2)), deque([1], 3)),
-    *(defaultdict(int, a=1), defaultdict(None), Counter("aab"), OrderedDict(b=1, a=2)),
-]
-
 
 def _digest(value: Any) -> bytes:
     return mark_of(value, _IDENTITIES)
@@ -64,19 +42,6 @@ def _saved(value: Any, *safe_types: type) -> dict[str, Any]:
     discovery.safe_types = safe_types
     owner.value = value
     return discovery.capture()
-
-
-@pytest.mark.parametrize("value", _PLAIN, ids=lambda value: type(value).__name__)
-def test_a_plain_value_is_one_that_a_checkpoint_takes_and_gives_back(
-    value: Any, tmp_path: Path
-) -> None:
-    owner = Owner(value=threading.Lock())
-    discovery = started(owner)
-    owner.value = value
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    assert not state["missing"]
-    again = resumed(lambda: Owner(value=None), state).value
-    assert _digest(again) == _digest(value)
 
 
 class Opaque(bytearray):
@@ -132,33 +97,11 @@ def test_values_of_other_type_order_or_bytes_have_another_digest(one: Any, other
     assert _digest(one) != _digest(other)
 
 
-def test_a_value_that_contains_itself_has_a_digest_that_follows_its_content() -> None:
-    circle: list[Any] = [1]
-    circle.append(circle)
-    before = _digest(circle)
-    assert _digest(circle) == before
-    circle[0] = 2
-    assert _digest(circle) != before
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: np.zeros((600, 500)),
-        lambda: bytes(2_400_000),
-        lambda: list(range(300, 600_000)),
-    ],
-)
+@pytest.mark.parametrize("make", [lambda: np.zeros(300_000), lambda: list(range(300, 600_000))])
 def test_a_large_value_is_read_to_its_end(make: Any) -> None:
     owner = Owner(value=make())
     discovery = started(owner)
-    again = make()
-    owner.value = again
+    owner.value = make()
     assert not changed(discovery)
-    if isinstance(again, np.ndarray):
-        again = again.copy()
-        again.flat[-1] = 1
-    else:
-        again = again[:-1] + type(again)({str: "y", bytes: b"y", list: [0]}[type(again)])
-    owner.value = again
+    owner.value[-1] = 1
     assert changed(discovery)

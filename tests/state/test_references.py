@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from helios.errors import StateError
 from helios.state.owners import Owner as NamedOwner
 from helios.state.owners import Owners
 from tests.state.owners import Owner, bits, resumed, started, through_a_file
@@ -45,19 +44,6 @@ class Hiding(Holder):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AssertionError("no method of a class runs")
-
-
-class Tally:
-    """An object with a state."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.count = state_dict["count"]
 
 
 @pytest.mark.shows("S57")
@@ -93,35 +79,6 @@ def test_an_object_that_training_makes_comes_back_if_its_class_is_known(
     again = resumed(make, through_a_file(discovery.capture(), tmp_path / "state"))
     assert again.best.content is again.parts
     assert [part.content for part in again.parts] == [0, 1]
-
-
-@pytest.mark.shows("S57")
-@pytest.mark.parametrize("content", [[1], {"a": 1}, {1}])
-def test_a_container_is_filled_in_place(content: Any) -> None:
-    def make() -> Any:
-        own = content.copy()
-        return Owner(value=own, read=lambda: own)
-
-    owner = make()
-    discovery = started(owner)
-    owner.value.clear()
-    again = resumed(make, discovery.capture())
-    assert again.read() is again.value
-    assert not again.value
-
-
-@pytest.mark.parametrize("make_one", [lambda: np.zeros(3), lambda: torch.zeros(3)])
-def test_an_array_or_tensor_of_the_same_form_is_written_in_place(make_one: Any) -> None:
-    def make() -> Any:
-        own = make_one()
-        return Owner(value=own, read=lambda: own)
-
-    owner = make()
-    discovery = started(owner)
-    owner.value += 2
-    again = resumed(make, discovery.capture())
-    assert again.read() is again.value
-    assert again.value.tolist() == [2, 2, 2]
 
 
 @pytest.mark.shows("S57")
@@ -206,20 +163,6 @@ def test_what_loading_replaces_is_linked_again() -> None:
     assert again.optimizer.param_groups[0]["params"][0] is again.net.weight
 
 
-def test_what_a_load_state_dict_of_the_owner_assigns_is_what_its_optimizer_updates() -> None:
-    owner = Owner(net=nn.Linear(2, 2))
-    owner.optimizer = torch.optim.SGD(owner.net.parameters(), 0.1)
-    discovery = started(owner)
-    own = {"net": {key: part + 1 for key, part in owner.net.state_dict().items()}}
-    state = discovery.capture(own | {"optimizer": owner.optimizer.state_dict()})
-    discovery.prepare(state)
-    owner.net.load_state_dict(own["net"], assign=True)
-    discovery.restore(state)
-    weight = owner.optimizer.param_groups[0]["params"][0]
-    assert owner.net.weight is weight
-    assert bits(weight) == bits(own["net"]["weight"])
-
-
 @pytest.mark.shows("S77")
 def test_a_state_is_a_function_of_what_is_there_and_not_of_how_it_came_there() -> None:
     def make() -> Any:
@@ -278,19 +221,6 @@ def test_what_two_owners_share_stays_shared(tmp_path: Path) -> None:
     assert second.view.tolist() == [1, 1]
     first.indices.append(0)
     assert len(subset) == 4
-
-
-@pytest.mark.shows("S68", "S76")
-def test_another_structure_is_refused_before_anything_changes() -> None:
-    owner = Owner(tally=Tally(), chosen=None, value=[0])
-    discovery = started(owner)
-    owner.chosen, owner.value[0], owner.tally.count = owner.tally, 1, 4
-    state = discovery.capture()
-    state["values"][""]["chosen"] = {"~": "ref", "name": "gone"}
-    again = Owner(tally=Tally(), chosen=None, value=[0])
-    with pytest.raises(StateError, match="chosen refers to gone"):
-        started(again).restore(state)
-    assert (again.tally.count, again.chosen, again.value) == (0, None, [0])
 
 
 class Refusing:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helios.errors import StateError
-from tests.state.owners import Owner, changed, network, resumed, started, through_a_file
+from tests.state.owners import Owner, network, resumed, started, through_a_file
 
 _Make = Callable[[], Any]
 
@@ -23,39 +23,6 @@ def _resume(make: _Make, change: Callable[[Any], None], folder: Path) -> Any:
     state = discovery.capture()
     assert not state["missing"]
     return resumed(make, through_a_file(state, folder / "state.pth"))
-
-
-def _views() -> Any:
-    base = np.arange(24.0).reshape(4, 6)
-    owner = Owner(base=base, rows=[base[1], base[::-2, 1::3]], column=base.T[2])
-    owner.bytes, owner.fixed = base.view(np.uint8), base[0]
-    owner.fixed.flags.writeable = False
-    return owner
-
-
-@pytest.mark.shows("S56")
-def test_views_of_one_array_are_views_of_one_array_again(tmp_path: Path) -> None:
-    def change(owner: Any) -> None:
-        owner.base[3, 4] = 7
-
-    again = _resume(_views, change, tmp_path)
-    fresh = _views()
-    change(fresh)
-    for mine, theirs in zip(_arrays_of(again), _arrays_of(fresh), strict=True):
-        assert mine.dtype == theirs.dtype
-        assert mine.strides == theirs.strides
-        assert mine.flags.writeable == theirs.flags.writeable
-        assert mine.tobytes() == theirs.tobytes()
-    again.base[...] = np.arange(24.0).reshape(4, 6) * 3
-    assert again.rows[0].tolist() == again.base[1].tolist()
-    assert again.rows[1].tolist() == again.base[::-2, 1::3].tolist()
-    assert again.column.tolist() == again.base[:, 2].tolist()
-    assert again.fixed.tolist() == again.base[0].tolist()
-    assert again.bytes.tobytes() == again.base.tobytes()
-
-
-def _arrays_of(owner: Any) -> list[Any]:
-    return [owner.base, *owner.rows, owner.column, owner.bytes, owner.fixed]
 
 
 @pytest.mark.shows("S56")
@@ -79,19 +46,6 @@ def test_arrays_and_tensors_share_memory_again(begin: int, tmp_path: Path) -> No
     assert again.lent[2] == 6
     again.lent[3] = 9
     assert again.borrowed[1] == 9
-
-
-def test_a_changed_array_takes_what_looks_at_it_along() -> None:
-    base = np.zeros(8)
-    owner = Owner(base=base, view=base[4:], other=np.zeros(8), tensor=torch.from_numpy(base))
-    owner.lonely = torch.zeros(8)
-    # Neither sees the change of the other, and no attribute is the array that lends the memory.
-    lender = np.zeros(8)
-    owner.head, owner.tail = lender[:6], torch.from_numpy(lender[4:])
-    discovery = started(owner)
-    owner.tensor[1] = owner.tail[3] = 1
-    # The others are views of these before and after.
-    assert sorted(changed(discovery)) == ["base", "head"]
 
 
 def _aliases() -> Any:

@@ -25,10 +25,6 @@ def _append(owner: Any) -> None:
     owner.net.append(nn.Linear(1, 1))
 
 
-def _activate(owner: Any) -> None:
-    owner.net[2] = nn.GELU()
-
-
 def _widen(owner: Any) -> None:
     owner.net[3] = nn.Linear(4, 2)
 
@@ -41,7 +37,6 @@ _REBUILT = {
     "another optimizer": (_swap_optimizer, "optimizer (Adam after setup, SGD now)", "saved by SGD"),
     "pruning": (_prune, "net.0.weight (parameter after setup, nothing now)", None),
     "a layer more": (_append, "net.4 (nothing after setup, a new Linear now)", "net"),
-    "another activation": (_activate, "net.2 (ReLU after setup, a new GELU now)", None),
     "another size": (
         _widen,
         "optimizer (updates tensors that no attribute of the model holds: net.3.bias (old), "

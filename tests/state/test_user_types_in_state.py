@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from helios.errors import StateError
 from tests.state.owners import Owner, resumed, started, through_a_file
 
 
@@ -55,11 +54,6 @@ class Frozen:
     def __post_init__(self) -> None:
         if self.rate > 1:
             raise AssertionError("A constructor ran.")
-
-
-@dataclasses.dataclass
-class Guarded:
-    rate: float = 0.0
 
 
 _Make = Callable[[], Any]
@@ -139,29 +133,3 @@ def test_a_type_from_the_safe_types_is_enough(tmp_path: Path) -> None:
     again, other = make()
     other.restore(state)
     assert again.stats == Stats(3)
-
-
-@pytest.mark.shows("S68")
-def test_a_type_that_has_changed_since_is_refused_by_name(tmp_path: Path) -> None:
-    def make() -> Any:
-        return Owner(value=None, known=Guarded(), phase=Phase.WARM)
-
-    owner = make()
-    discovery = started(owner)
-    owner.phase = Phase.MAIN
-    state = through_a_file(discovery.capture(), tmp_path / "state.pth")
-    values = state["values"][""]
-    values["phase"]["name"] = "GONE"
-    with pytest.raises(StateError, match=r"phase.*GONE"):
-        resumed(make, state)
-
-
-@pytest.mark.shows("S68")
-def test_nothing_is_imported_by_a_name_in_a_file(tmp_path: Path) -> None:
-    owner = Owner(value=None, known=Guarded())
-    discovery = started(owner)
-    owner.value = Guarded()
-    state = through_a_file(discovery.capture(), tmp_path / "state.pth")
-    state["values"][""]["value"]["type"] = "subprocess.Popen"
-    with pytest.raises(StateError, match=r"subprocess\.Popen, which is unknown now"):
-        resumed(lambda: Owner(value=None, known=Guarded()), state)

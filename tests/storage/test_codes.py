@@ -7,14 +7,13 @@ import enum
 import io
 import math
 import random
-import sys
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ import torch
 
 from helios.errors import StateError
 from helios.storage.building import Builder
-from helios.storage.codes import TAG, Coder, Unsavable
+from helios.storage.codes import TAG, Coder
 
 
 class Colour(enum.Enum):
@@ -123,6 +122,7 @@ VALUES: dict[str, Any] = {
         datetime.datetime(2024, 1, 2, tzinfo=_UTC),
         datetime.time(1, 2, 3, 4, tzinfo=datetime.timezone(datetime.timedelta(hours=-3), "X")),
         datetime.timedelta(days=-1, microseconds=7),
+        datetime.datetime(2024, 1, 2, tzinfo=ZoneInfo("UTC")),
         _UTC,
     ],
     "torch": [torch.float16, torch.device("cpu"), torch.Size([2, 3])],
@@ -184,15 +184,9 @@ def through_a_file(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_values_come_back_with_type_and_bits(name: str) -> None:
-    value = VALUES[name]
-    assert is_same(through_a_file(value), value)
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_values_are_restored_into_what_is_there(name: str) -> None:
-    """Also where something else is there; nothing shares memory with the codes then."""
+def test_values_come_back_with_type_and_bits_whatever_is_there(name: str) -> None:
     code = write(VALUES[name])
+    assert is_same(Builder(_TYPES).build("x", code), VALUES[name])
     for other in (name, "NumPy arrays", "tensors"):
         live = Coder()
         live.code("x", through_a_file(VALUES[other]))
@@ -343,24 +337,6 @@ def test_views_that_are_there_are_written_to(form: str) -> None:
     check_views(found)
 
 
-def test_a_view_lies_in_a_neighbour_that_is_saved_elsewhere() -> None:
-    weight = torch.nn.Parameter(torch.arange(6.0))
-
-    class Knowing(Coder):
-        def neighbours(self) -> dict[str, Any]:
-            return {"net.weight": weight}
-
-    code = write([weight.detach()[2:4], weight.detach().numpy()[1:]], Knowing())
-    assert "memory" not in code[0]
-    other = torch.nn.Parameter(torch.zeros(6))
-    tensor, array = Builder(find={"net.weight": other}.get).build("x", code)
-    other.data[2] = 5
-    assert tensor[0] == 5
-    assert array[1] == 5
-    with pytest.raises(StateError, match=r"net\.weight, which does not exist"):
-        Builder().check({"x": code})
-
-
 def test_a_small_view_is_written_without_the_rest_of_its_memory() -> None:
     big = np.zeros((1000, 1000))
     coder = Coder()
@@ -380,32 +356,6 @@ def nested(depth: int) -> Any:
     return value
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "function": (lambda: {"f": [lambda: 1]}, r"x\.f\.0 .*function"),
-    "tensor type": (lambda: {"w": torch.zeros(2).as_subclass(Wider)}, r"x\.w .*Wider"),
-    "parameter": (lambda: torch.nn.Parameter(torch.zeros(2)), "Parameter"),
-    "graph": (lambda: [torch.zeros(2, requires_grad=True) * 2], "detach"),
-    "sparse": (lambda: torch.eye(2).to_sparse(), "storage"),
-    "in a set": (lambda: {torch.zeros(2)}, "set"),
-    "factory": (lambda: defaultdict(lambda: 3), "factory"),
-    "objects inside": (lambda: np.zeros(2, [("a", object)]), "array"),
-    "subclass": (lambda: type("Mine", (list,), {})(), "Mine"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_code_is_refused_with_its_path_and_a_reason(name: str) -> None:
-    make, text = REFUSED[name]
-    with pytest.raises(Unsavable, match=text):
-        Coder().code("x", make())
-
-
-def test_nesting_beyond_recursion_is_an_error_of_python() -> None:
-    with pytest.raises(RecursionError):
-        Coder().code("x", nested(sys.getrecursionlimit()))
-    assert is_same(through_a_file(nested(100)), nested(100))
-
-
 def test_a_tuple_that_is_met_often_is_written_once() -> None:
     value: Any = ([],)
     for _ in range(60):
@@ -420,14 +370,9 @@ def test_a_tuple_that_is_met_often_is_written_once() -> None:
         ({TAG: "ref", "name": "y"}, "y, which does not exist"),
         ({TAG: "object", "type": "subprocess.Popen", "fields": {}}, "types_for_safe_load"),
         ({TAG: "enum", "type": f"{__name__}.Box", "name": "a"}, "no longer a kind of Enum"),
-        ({TAG: "tuple", "type": f"{__name__}.Box", "items": []}, "no longer a kind of tuple"),
-        ({TAG: "object", "type": f"{__name__}.Colour", "fields": {}}, "other content"),
         ({TAG: "set", "items": [[]]}, "damaged"),
         ({TAG: "unheard of"}, "unknown kind"),
-        ({TAG: ["unheard of"]}, "damaged"),
         ({TAG: "array", "dtype": "O", "shape": [1], "memory": "x" * 8}, "damaged"),
-        ({TAG: "scalar", "value": ["O", "x" * 8]}, "damaged"),
-        ({TAG: "array", "dtype": [["a", "O"]], "shape": [1], "memory": "x" * 8}, "damaged"),
         ({TAG: "array", "dtype": "<f8", "shape": [1 << 40], "memory": "x"}, "damaged"),
         ({TAG: "array", "dtype": "<f8", "shape": [1], "memory": "x" * 8, "offset": 1}, "damaged"),
         (

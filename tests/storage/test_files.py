@@ -4,31 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helios.storage import files
-
-
-def test_the_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_return(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-
-    def record(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(*args: Any) -> Any:
-            order.append(name)
-            return call(*args)
-
-        return recorded
-
-    for name in ("create", "write", "fsync", "replace", "fsync_folder"):
-        monkeypatch.setattr(files, name, record(name, getattr(files, name)))
-    files.write_text_durably(tmp_path / "note.json", "text")
-    assert order == ["create", "write", "fsync", "replace", "fsync_folder"]
 
 
 def test_a_sync_waits_for_all_bytes_of_its_file(

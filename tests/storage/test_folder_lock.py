@@ -6,13 +6,11 @@ import errno
 import fcntl
 import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helios.errors import FolderInUseError
 from helios.storage.folder_lock import LOCK_NAME, FolderLock
 from tests.support.paused import locked
 
@@ -24,14 +22,6 @@ def is_free(folder: Path) -> bool:
             return True
     except EOFError:
         return False
-
-
-def test_a_second_process_is_told_who_holds_the_folder(tmp_path: Path) -> None:
-    with locked(tmp_path) as pid, pytest.raises(FolderInUseError) as caught:
-        FolderLock(tmp_path).acquire()
-    assert f"process {pid} on {socket.gethostname()}" in str(caught.value)
-    assert is_free(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("loss", ["its folder is deleted", "its file is copied"])

@@ -32,12 +32,6 @@ def _go_on(path: Path, mark: dict[str, Any] | None, *rows: str) -> None:
     file.close()
 
 
-def test_a_new_file_begins_with_its_header(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "er" / "rows.csv"
-    _write(path, "1,2\n", "3,4\n")
-    assert path.read_bytes() == b"a,b\n1,2\n3,4\n"
-
-
 def test_a_mark_is_taken_once_all_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
 import signal
 import sys
 from collections import Counter
@@ -17,7 +16,6 @@ import torch
 from tensorboard.backend.event_processing import event_file_loader
 from torch.utils.tensorboard import SummaryWriter
 
-from helios.core import rng
 from helios.storage.tensorboard_writer import TensorboardWriter
 from tests.support.scripts import call
 
@@ -128,48 +126,3 @@ def test_files_that_are_gone_or_shorter_are_warned_of(
     assert gone in record.message
     assert shorter in record.message
     assert whole not in record.message
-
-
-def test_a_mark_leads_to_no_file_outside_the_folder(
-    writer: TensorboardWriter, tmp_path: Path
-) -> None:
-    outside = tmp_path / "events.out.tfevents.1.helios"
-    outside.write_bytes(b"not of this run")
-    writer.restore(tmp_path / "run", {"../events.out.tfevents.1.helios": 3})
-    writer.cut_back()
-    assert outside.read_bytes() == b"not of this run"
-
-
-def test_every_kind_of_data_is_written(writer: TensorboardWriter, tmp_path: Path) -> None:
-    figures = pytest.importorskip("matplotlib.figure")
-    writer.setup(tmp_path)
-    writer.add_image("image", torch.rand(3, 4, 4), 1)
-    writer.add_images("images", torch.rand(2, 4, 4, 3), 1, dataformats="NHWC")
-    writer.add_figure("figure", figures.Figure(), 1, close=False)
-    writer.add_text("text", "**bold**", 1)
-    writer.add_pr_curve("curve", torch.tensor([0, 1]), torch.tensor([0.2, 0.7]), 1)
-    writer.close()
-    tags = {tag for _, tag, _, _ in read_points(tmp_path)}
-    assert tags == {"image", "images", "figure", "text/text_summary", "curve"}
-
-
-class _Drawing(torch.nn.Linear):
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        random.random()
-        rng.get_default_numpy_rng().generator.random()
-        return super().forward(batch)
-
-
-def test_a_graph_is_drawn_without_moving_the_random_numbers(
-    writer: TensorboardWriter, tmp_path: Path
-) -> None:
-    writer.setup(tmp_path)
-    rng.seed_rngs(1)
-    model = _Drawing(2, 2)
-    before = repr(rng.get_rng_state_dict())
-    writer.add_graph(model, [torch.ones(1, 2, requires_grad=True)])
-    writer.close()
-    assert repr(rng.get_rng_state_dict()) == before
-    [path] = tmp_path.iterdir()
-    events = event_file_loader.LegacyEventFileLoader(str(path)).Load()
-    assert any(b"weight" in event.graph_def for event in events)
