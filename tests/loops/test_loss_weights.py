@@ -133,31 +133,6 @@ def test_an_update_without_weight_is_skipped(num_replicas: int, tmp_path: Path) 
     assert [*logged.found] == [n for n, committed in enumerate(model.committed, 1) if committed]
 
 
-def test_each_optimizer_of_a_yield_loop_has_weights_of_its_own() -> None:
-    class Model(_Model):
-        def setup(self, fast_init: bool = False) -> None:
-            super().setup()
-            self.other = nn.Linear(1, 1, bias=False)
-            nn.init.ones_(self.other.weight)
-            self.second = torch.optim.SGD(self.other.parameters(), lr=0.01)
-
-        def train_step(self, batch: Tensor, state: TrainingState) -> Any:
-            index = int(batch)
-            self.seen.append(index)
-            yield helios.WeightedLoss(self.total(index), _weight_of(index))
-            yield self.other(batch[:, None].float()).sum()
-
-    model = Model()
-    _fit(model, accumulation_steps=2, total_steps=4)
-    first = second = torch.ones(1, 1)
-    for pair in zip(model.seen[::2], model.seen[1::2], strict=True):
-        gradient = sum(torch.tensor(float(i)) * _weight_of(i) for i in pair)
-        first = first - 0.01 * (gradient / sum(map(_weight_of, pair)))
-        second = second - 0.01 * (torch.tensor(float(sum(pair))) / 2)
-    assert torch.equal(model.net.weight, first)
-    assert torch.equal(model.other.weight, second)
-
-
 class _Processed(helios.Model):
     def __init__(self) -> None:
         super().__init__("processed")

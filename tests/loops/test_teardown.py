@@ -101,16 +101,3 @@ def test_after_the_regular_end_and_after_a_finished_run(tmp_path: Path) -> None:
         assert _fit(_trainer(torn, chkpt_root=tmp_path, chkpt_frequency=1))
         assert torn == _ALL
         torn.clear()
-
-
-@pytest.mark.shows("L40")
-def test_after_a_stop_and_after_an_interruption() -> None:
-    torn: list[str] = []
-    stop = Acting("on_training_batch_end", lambda plugin: plugin.context.request_stop("test"))
-    assert _fit(_trainer(torn, stop))
-    assert torn == _ALL
-    torn.clear()
-    leave = Acting("on_training_batch_end", lambda plugin: plugin.context.interrupt("test"))
-    with pytest.raises(helios.Interrupted):
-        _fit(_trainer(torn, leave))
-    assert torn == _ALL

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 import helios
 from helios.data import Stream
 from helios.model.processor import BatchProcessor
-from helios.state import Phase, TrainingState
+from helios.state import TrainingState
 
 _CLASSES = 5
 
@@ -195,11 +195,3 @@ def test_scores_of_a_processor_count_each_sample_once(
     trainer.fit(model, _Squares(_SOURCES[name]))
     assert model.metrics["loss"] == pytest.approx(_error(model, _DATA), rel=1e-6)
     assert "how many samples a batch has" not in capsys.readouterr().err
-
-
-@pytest.mark.shows("P119")
-def test_limited_batches_have_their_sizes() -> None:
-    model = _Processed()
-    trainer = _trainer(batch_limits={Phase.VALIDATION: 2})
-    trainer.validate(model, _Squares(_SOURCES["batches"]), checkpoint=None)
-    assert model.metrics["loss"] == pytest.approx(_error(model, _DATA[:8]), rel=1e-6)
