@@ -66,16 +66,6 @@ def remedy_of(source: Source) -> str:
     return source.resumes_by.remedy
 
 
-def test_a_stream_is_walked_and_its_last_batch_is_known() -> None:
-    source = open_foreign(*create_dataloader(Stream(), batch_size=2))
-    batches = Lone(source.batches(0))
-    told = [(batch.tolist(), batches.is_last, batches.num_samples) for batch in batches]
-    assert told == [([0, 1], False, 0), ([2, 3], False, 0), ([4], True, 0)]
-    assert source.num_batches() is None
-    assert isinstance(source.resumes_by, CannotResume)
-    assert source.state_dict() == {}
-
-
 @pytest.mark.parametrize("kind", [Rewinding, SizedRewinding])
 def test_a_loader_with_state_goes_on_from_every_batch(kind: type[Rewinding]) -> None:
     def run(source: Source, epoch: int, batch: int) -> list[int]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -320,22 +320,6 @@ def test_an_error_of_the_data_set_is_none_of_a_worker(caplog: pytest.LogCaptureF
     assert not lines_of(caplog)
 
 
-class Broken(Sampler[list[int]]):
-    """Fails in the middle of a pass, after a worker died."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from ([index] for index in range(4))
-        kill_children()
-        for child in multiprocessing.active_children():
-            child.join()
-        raise FileNotFoundError("no more")
-
-
-def test_an_error_of_a_sampler_ends_a_pass_also_beside_a_death() -> None:
-    with pytest.raises(FileNotFoundError, match="no more"):
-        read(num_workers=1, batch_sampler=Broken(), shuffle=False, batch_size=1)
-
-
 @pytest.mark.shows("P141")
 @pytest.mark.parametrize("by_script", [True, False])
 def test_a_death_raises_nothing_where_training_is(
@@ -434,12 +418,6 @@ def test_a_replay_may_take_longer_than_a_batch(
     source = make(Stream(read_slowly), num_workers=1, **options)
     assert [float(batch) for (batch,) in source.batches(0)] == [*range(60)]
     assert len(lines_of(caplog)) == 1
-
-
-def test_a_stream_that_ends_every_worker_is_an_error() -> None:
-    source = make(Stream(lambda index, count: stuck_workers.die()), num_workers=1, shuffle=False)
-    with pytest.raises(WorkerError, match=r"lost 3 times.*batch 0 of epoch 1"):
-        next(source.batches(0))
 
 
 @pytest.mark.shows("P141")

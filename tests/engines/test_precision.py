@@ -40,20 +40,6 @@ def test_an_engine_takes_the_name_of_a_precision() -> None:
         helios.Engine("cpu", precision=16)  # type: ignore[arg-type]
 
 
-@pytest.mark.shows("E22")
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [(Precision.FP32, FULL), (Precision.BF16, LOW), (Precision.FP16, torch.float16)],
-)
-def test_products_are_computed_in_the_precision(precision: Precision, dtype: torch.dtype) -> None:
-    """Outside of the context nothing has changed."""
-    network = nn.Linear(2, 2)
-    with precision.autocast(CPU):
-        assert network(torch.ones(1, 2)).dtype == dtype
-    assert network(torch.ones(1, 2)).dtype == FULL
-    assert not torch.is_autocast_enabled("cpu")
-
-
 @pytest.mark.shows("E23")
 def test_full_precision_leaves_a_users_own_autocast_alone() -> None:
     """A null context, not one that switches autocast off."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from helios.hooks.bus import Bus, overridden
-from helios.hooks.events import EVENTS, Receiver, Verb, silent
-from helios.state import TrainingState
-from tests.support.quiet import Quiet, QuietModel
+from helios.hooks.bus import Bus
+from helios.hooks.events import EVENTS, Receiver, Verb
+from tests.support.quiet import Quiet
 
 Log = list[tuple[Any, ...]]
 
@@ -63,41 +62,6 @@ def test_an_event_is_told_in_the_order_of_its_row(event: str) -> None:
     assert first in plugins
 
 
-def test_silent_base_methods_are_never_called() -> None:
-    """An event that nobody hears costs nothing."""
-    bus = Bus(plugins=[Quiet("quiet")], model=QuietModel("quiet"))
-    assert bus.active.keys() == {
-        "on_training_batch_start",
-        "on_training_batch_end",
-        "on_validation_start",
-        "on_validation_end",
-        "on_testing_start",
-        *(name for name, event in EVENTS.items() if event.verb is Verb.CALL),
-    } - {"prepare_data", "setup"}
-    assert bus.names_of_receivers("on_training_start") == []
-    bus.emit("on_training_start")
-    assert bus.ask("should_training_stop") is False
-    batch = object()
-    assert bus.transform("process_training_batch", batch, TrainingState()) is batch
-
-
-def test_a_class_that_overrides_a_silent_method_is_heard_and_its_heirs_too() -> None:
-    class Loud(Quiet):
-        def on_training_start(self) -> None: ...
-
-    class Heir(Loud): ...
-
-    class Muted(Loud):
-        @silent
-        def on_training_start(self) -> None: ...
-
-    heard = [
-        overridden(kind("loud"), EVENTS["on_training_start"]) is not None
-        for kind in (Quiet, Loud, Heir, Muted)
-    ]
-    assert heard == [False, True, True, False]
-
-
 class Voter(Quiet):
     def __init__(self, name: str, answer: Any, asked: list[str]) -> None:
         super().__init__(name)
@@ -124,19 +88,6 @@ def test_everybody_is_asked_and_any_yes_is_a_yes(answers: list[Any], verdict: bo
     plugins = [Voter(f"voter{number}", answer, asked) for number, answer in enumerate(answers)]
     assert Bus(plugins=plugins).ask("should_training_stop") is verdict
     assert asked == ["voter0", "voter1", "voter2"]
-
-
-class Doubler(Quiet):
-    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
-        return batch * 2 + state.global_iteration
-
-
-def test_a_batch_is_mapped_by_its_owner() -> None:
-    """H60, C12: overriding it makes the owner, no flag is needed."""
-    bus = Bus(plugins=[Quiet("quiet"), Doubler("doubler")])
-    state = TrainingState(global_iteration=1)
-    assert bus.transform("process_training_batch", 3, state) == 7
-    assert bus.transform("process_validation_batch", 3, 0) == 3
 
 
 def test_on_the_way_out_everybody_is_told_and_errors_are_logged(

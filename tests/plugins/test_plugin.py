@@ -8,8 +8,7 @@ import torch
 import helios
 import helios.plugins
 from helios.core.registry import Registry
-from helios.plugins import PLUGIN_REGISTRY, CUDAPlugin, UniquePluginOverrides, create_plugin
-from helios.state import TrainingState
+from helios.plugins import PLUGIN_REGISTRY, CUDAPlugin, create_plugin
 from tests.support.quiet import Quiet
 
 
@@ -32,18 +31,6 @@ def test_the_plugin_for_cuda_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None
     assert CUDAPlugin.plugin_id == "cuda"
     with pytest.raises(RuntimeError, match="CUDA"):
         CUDAPlugin()
-
-
-@pytest.mark.shows("H61")
-def test_the_plugin_for_cuda_owns_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches are moved by the model, so another plugin may own them."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    plugin = CUDAPlugin()
-    assert plugin.plug_id == "cuda"
-    assert plugin.unique_overrides == UniquePluginOverrides()
-    plugin.setup()
-    batch = [1]
-    assert plugin.process_training_batch(batch, TrainingState()) is batch
 
 
 @pytest.mark.shows("K5", "S70")
