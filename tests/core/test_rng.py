@@ -45,7 +45,6 @@ def draw_halves() -> tuple[float, float, int]:
 
 @pytest.mark.shows("H1")
 def test_an_explicit_seed_wins_also_when_it_is_zero() -> None:
-    """H1."""
     rng.seed_rngs(0)
     zero = draw()
     rng.seed_rngs()
@@ -55,7 +54,6 @@ def test_an_explicit_seed_wins_also_when_it_is_zero() -> None:
 
 @pytest.mark.shows("H2")
 def test_seeding_covers_torch_random_and_the_package() -> None:
-    """H2."""
     rng.seed_rngs(3)
     first = draw()
     draw()
@@ -106,7 +104,6 @@ def test_two_iterations_share_the_numbers_of_32_bits_as_often_as_the_page_says()
 
 @pytest.mark.shows("H4")
 def test_the_default_generator_is_asked_for_only_after_it_was_made() -> None:
-    """H4."""
     with pytest.raises(UsageError, match=r"does not exist yet.*rng\.seed_rngs"):
         rng.get_default_numpy_rng()
     rng.create_default_numpy_rng(2)
@@ -207,7 +204,6 @@ def test_the_state_passes_through_a_safe_load() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_reseeding_and_states_cover_the_accelerator() -> None:
-    """H2, H6."""
     rng.create_default_numpy_rng()
     torch.zeros(1, device="cuda")
     rng.reseed(5)

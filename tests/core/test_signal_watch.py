@@ -133,21 +133,6 @@ def test_a_second_interrupt_is_obeyed_and_an_echo_of_the_first_is_not() -> None:
             pass_time(0.05)
 
 
-class Sender(Dataset):
-    """A sample sends signals to the process that fetches it."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> int:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            os.kill(os.getpid(), number)
-        return index
-
-
-NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-
-
 def test_signals_wait_for_a_process_that_does_not_take_them_yet() -> None:
     code = "import signal; print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -157,11 +142,14 @@ def test_signals_wait_for_a_process_that_does_not_take_them_yet() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-class Stuck(Sender):
+class Stuck(Dataset):
     """Its samples never come."""
 
     def __init__(self) -> None:
         self.has_begun = FORK.Event()
+
+    def __len__(self) -> int:
+        return 2
 
     def __getitem__(self, index: int) -> int:
         self.has_begun.set()

@@ -25,27 +25,6 @@ def set_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 @pytest.mark.shows("H46")
 @pytest.mark.parametrize(
-    ("count", "use_cpu", "gpus", "selected"),
-    [
-        (0, None, None, []),
-        (2, True, None, []),
-        (2, None, None, [0, 1]),
-        (4, None, [3, 1], [3, 1]),
-    ],
-)
-def test_the_arguments_and_the_machine_decide_which_gpus_are_used(
-    monkeypatch: pytest.MonkeyPatch,
-    count: int,
-    use_cpu: bool | None,
-    gpus: list[int] | None,
-    selected: list[int],
-) -> None:
-    set_gpus(monkeypatch, count)
-    assert select_gpus(use_cpu, gpus) == selected
-
-
-@pytest.mark.shows("H46")
-@pytest.mark.parametrize(
     ("count", "use_cpu", "gpus"),
     [
         (2, True, [0]),

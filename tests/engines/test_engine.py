@@ -127,25 +127,3 @@ def test_the_mean_is_clipped_and_not_the_sum() -> None:
     engine.average_gradients(optimizer)
     engine.clip_gradients(optimizer)
     assert gradients(parameter) == [[4.0]]
-
-
-@pytest.mark.shows("K19", "E20", "E21", "E40")
-@pytest.mark.parametrize("overridden", ["backward_loss", "optimizer_step", "zero_grad"])
-def test_an_engine_may_override_one_method(overridden: str) -> None:
-    """A subclass changes one thing and keeps the others."""
-    calls: list[str] = []
-
-    def note(self: Engine, argument: Any) -> Any:
-        calls.append(overridden)
-        return getattr(super(kind, self), overridden)(argument)
-
-    kind = type("Own", (Engine,), {overridden: note})
-    parameter = weights(1.0)
-    optimizer, engine = SGD([parameter], lr=0.5), kind(CPU)
-    engine.backward_loss(parameter.sum())
-    engine.average_gradients(optimizer)
-    engine.clip_gradients(optimizer)
-    assert engine.optimizer_step(optimizer)
-    engine.zero_grad(optimizer)
-    assert calls == [overridden]
-    assert (parameter.tolist(), parameter.grad) == ([0.5], None)

@@ -78,21 +78,6 @@ def test_a_step_is_left_out_where_a_gradient_is_not_finite(bad: float) -> None:
     assert (parameter.tolist(), scale_of(engine)) == ([-1.0], (2.0, 1))
 
 
-def test_optimizers_of_a_window_share_a_scale_and_an_infinity_concerns_its_own() -> None:
-    """A change between their steps would mix scales in gradients that are added up."""
-    engine, first, second = engine_for(), weight(), weight()
-    optimizers = [SGD([part], lr=1.0) for part in (first, second)]
-    engine._open_micro_batches += 1
-    committed = []
-    for optimizer, loss in zip(optimizers, (first * float("inf"), second * 2), strict=True):
-        engine.backward_loss(loss.sum())
-        engine.average_gradients(optimizer)
-        committed.append(engine.optimizer_step(optimizer))
-        assert scale_of(engine) == (4.0, 0)
-    engine.close_window()
-    assert (committed, second.tolist(), scale_of(engine)) == ([False, True], [-1.0], (2.0, 0))
-
-
 @pytest.mark.shows("E22")
 def test_the_whole_scaler_is_state() -> None:
     engine, other = engine_for(growth_interval=3), engine_for(growth_interval=3)

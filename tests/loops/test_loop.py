@@ -239,7 +239,6 @@ def test_a_returned_loss_is_stepped_in_the_published_order() -> None:
     ],
 )
 def test_a_loss_may_stand_in_a_dict_or_have_one_element(answer: Any) -> None:
-    """L25."""
     model = Stepper(answer)
     parts = make_parts(model)
     train_on(attached(OptimizerLoop(), parts), parts, 2.0)
@@ -270,7 +269,6 @@ def test_none_means_that_the_model_steps_itself() -> None:
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_any_other_answer_is_an_error_that_says_what_is_expected(answer: Any, words: str) -> None:
-    """L25."""
     parts = make_parts(Stepper(lambda weight, batch: answer))
     loop = attached(OptimizerLoop(), parts)
     with pytest.raises(UsageError, match="train_step must return a scalar loss.*" + words):

@@ -211,7 +211,6 @@ def test_too_few_and_too_many_yields_are_errors(count: int) -> None:
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_yield_that_is_no_loss_is_an_error(answer: Any, words: str) -> None:
-    """L25, L27."""
     loop, parts = prepared(Pair(lambda model, batch: iter_losses(model.b, answer)))
     with pytest.raises(UsageError, match=f"scalar loss tensor.*yield such losses.*{words}"):
         train_on(loop, parts, 1.0)
