@@ -11,13 +11,6 @@ import torch
 from helios import core
 
 
-def test_a_list_stays_the_same_list_and_others_become_one() -> None:
-    items = [1, 2]
-    assert core.convert_to_list(items) is items
-    assert core.convert_to_list((1, 2)) == [1, 2]
-    assert core.convert_to_list("ab") == ["ab"]
-
-
 def test_the_folder_is_changed_and_restored_also_after_an_error(tmp_path: Path) -> None:
     start = Path.cwd()
     with core.ChdirContext(tmp_path) as previous:

@@ -116,13 +116,6 @@ def test_a_run_is_repeated_from_its_beginning_and_from_every_checkpoint(
         assert set(repeated.saves) == {each for each in whole.saves if each > since}
 
 
-@pytest.mark.parametrize(("start", "begin"), [(None, 4), (7, 4), (8, 8), (3, 0)], ids=str)
-def test_a_replay_begins_at_or_before_its_start(start: Any, begin: int, whole: Path) -> None:
-    found, repeated = replay(whole, STEPS, **({} if start is None else {"start": start}))
-    assert (found.is_equal, found.begins_after) == (True, begin)
-    assert min(repeated.records) == begin + 1
-
-
 @pytest.mark.parametrize(
     ("name", "stop", "last"),
     [

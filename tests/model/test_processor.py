@@ -83,19 +83,6 @@ def test_without_backward_training_has_no_loss() -> None:
     assert (dict(model.loss_items), model.metrics) == ({}, {"loss": 5.0})
 
 
-@pytest.mark.shows("R6")
-def test_after_an_error_in_an_evaluation_backward_is_needed_as_before() -> None:
-    class Failing(BatchProcessor):
-        def forward(self, model: Any, batch: Any) -> tuple[Any, Any]:
-            assert self.need_backward is False
-            raise ZeroDivisionError
-
-    processor = Failing()
-    with pytest.raises(ZeroDivisionError):
-        make_trainer().validate(OneLayer(processor), Numbers(), checkpoint=None)
-    assert processor.need_backward is True
-
-
 @pytest.mark.shows("R28")
 @pytest.mark.parametrize("result", [None, (1, 2, 3)])
 def test_what_is_no_pair_is_an_error(result: Any) -> None:

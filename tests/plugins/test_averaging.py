@@ -66,9 +66,6 @@ class Listener(Plugin):
     def on_validation_end(self, validation_cycle: int) -> None:
         self._call("on_validation_end")
 
-    def on_training_end(self) -> None:
-        self._call("on_training_end")
-
     def _call(self, name: str, *args: Any) -> None:
         if name in self.calls:
             self.calls[name](self.context, *args)
@@ -256,28 +253,6 @@ def test_a_step_that_was_left_out_is_not_averaged() -> None:
     setting = Setting(total_steps=4, valid_frequency=None)
     fit(setting, ema, Listener(on_optimizer_step_start=skip, on_training_step_end=note))
     assert updates == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 3), (7, 4)]
-
-
-def test_the_average_is_copied_into_the_model_for_good(tmp_path: Path) -> None:
-    setting = Setting(total_steps=5)
-    ema = EMA(0.5)
-    at_end: dict[str, Any] = {}
-
-    def copy_then(context: Any) -> None:
-        ema.copy_to(context.model)
-        at_end.update(values(context.model.net))
-
-    net = fit(setting, ema, Listener(on_training_end=copy_then), root=tmp_path)
-    average = ema.averaged_state_dict(net)
-    assert all(torch.equal(at_end[name], average[name]) for name in at_end)
-    assert same(values(net.net), at_end)
-    raw = newest(tmp_path)["model"]["objects"]["net"]
-    assert not torch.equal(raw["4.weight"], average["4.weight"])
-    again, fresh = EMA(0.5), Net(setting)
-    make_trainer(setting, again, root=tmp_path).test(fresh, IndexModule(setting))
-    again.copy_to(fresh)
-    assert same(values(fresh.net), at_end)
-    assert all(some is other for some, other in _pairs(fresh))
 
 
 def _pairs(net: Net) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:

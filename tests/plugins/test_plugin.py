@@ -7,22 +7,8 @@ import torch
 
 import helios
 import helios.plugins
-from helios.core.registry import Registry
-from helios.plugins import PLUGIN_REGISTRY, CUDAPlugin, create_plugin
+from helios.plugins import CUDAPlugin
 from tests.support.quiet import Quiet
-
-
-def test_a_registered_plugin_is_created_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(PLUGIN_REGISTRY) == "plugin"
-    assert PLUGIN_REGISTRY.get("CUDAPlugin") is CUDAPlugin
-    own = Registry("plugin")
-    own.register(Quiet)
-    monkeypatch.setattr("helios.plugins.plugin.PLUGIN_REGISTRY", own)
-    made = create_plugin("Quiet", plug_id="by name")
-    assert isinstance(made, Quiet)
-    assert made.plug_id == "by name"
-    with pytest.raises(KeyError, match="Other"):
-        create_plugin("Other")
 
 
 def test_the_plugin_for_cuda_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
