@@ -382,23 +382,6 @@ def test_the_workers_of_a_stream_are_replaced(
     assert (tmp_path / "lost" / "loaded").exists() == (kind is StatefulPart)
 
 
-def test_a_replay_may_take_longer_than_a_batch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def read_slowly(index: int, count: int) -> Iterator[float]:
-        for position in range(60):
-            time.sleep(0.05)
-            if position == 50 and not (tmp_path / "died").exists():
-                (tmp_path / "died").touch()
-                stuck_workers.die()
-            yield float(position)
-
-    options: Any = {"shuffle": False, "batch_size": 1, "worker_timeout": 2.0}
-    source = make(Stream(read_slowly), num_workers=1, **options)
-    assert [float(batch) for (batch,) in source.batches(0)] == [*range(60)]
-    assert len(lines_of(caplog)) == 1
-
-
 @pytest.mark.shows("P141")
 def test_a_loader_of_the_users_without_a_state_is_an_error(tmp_path: Path) -> None:
     data = Fatal(tmp_path, {9: (stuck_workers.die, 1)})

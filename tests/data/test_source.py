@@ -23,11 +23,9 @@ from tests.data.datasets import (
 LENGTH = 11
 
 
-def open_with(
-    dataset: Any, *, run_seed: int = 6691, purpose: str = FETCH, **options: Any
-) -> Source:
+def open_with(dataset: Any, **options: Any) -> Source:
     loader, sampler = create_dataloader(dataset, **options)
-    return open_source(loader, sampler, run_seed=run_seed, purpose=purpose)
+    return open_source(loader, sampler, run_seed=6691, purpose=FETCH)
 
 
 class Failing(Indices):

@@ -59,20 +59,16 @@ def _fit(trainer: helios.Trainer) -> bool:
     return trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
 
 
-class Acting(Quiet):
-    """Does something in one event."""
+class Failing(Quiet):
+    """Raises in one event."""
 
-    def __init__(self, event: str, act: Any) -> None:
-        super().__init__("acting")
-        self.event = event
-        setattr(self, event, lambda *args: act(self))
+    def __init__(self, event: str, error: BaseException) -> None:
+        super().__init__()
 
+        def fail(*args: Any) -> None:
+            raise error
 
-def _fail(error: BaseException) -> Any:
-    def act(plugin: Plugin) -> None:
-        raise error
-
-    return act
+        setattr(self, event, fail)
 
 
 @pytest.mark.shows("L40", "R47")
@@ -90,7 +86,7 @@ def _fail(error: BaseException) -> Any:
 def test_after_an_error_anywhere(event: str, kind: type[BaseException]) -> None:
     torn: list[str] = []
     with pytest.raises(kind):
-        _fit(_trainer(torn, Acting(event, _fail(kind()))))
+        _fit(_trainer(torn, Failing(event, kind())))
     assert torn == _ALL
 
 

@@ -46,7 +46,6 @@ class NanModule(IndexModule):
     def __init__(self, setting: Setting, bad: dict[int, float] | None = None) -> None:
         super().__init__(setting)
         self.bad = {BAD: math.nan} if bad is None else bad
-        self.options: dict[str, Any] = {}
 
     def setup(self) -> None:
         super().setup()
@@ -58,7 +57,7 @@ class NanModule(IndexModule):
             "collate_fn": noisy_collate,
         }
         self._train_dataset = self._create_dataset(
-            NanData(self.bad), helios.DataLoaderParams(**options | self.options)
+            NanData(self.bad), helios.DataLoaderParams(**options)
         )
 
 

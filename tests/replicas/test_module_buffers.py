@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,9 +70,10 @@ class Networks:
 
 
 def exchange(
-    replicas: Replicas, num_iterations: int, window: int, seen: Callable[[int, int, Contents], None]
-) -> Contents:
-    """Train as the replicas of a process do, in windows; returns what is there at the end."""
+    replicas: Replicas, num_iterations: int, window: int
+) -> dict[tuple[int, int], Contents]:
+    """Train as the replicas of a process do, in windows; returns what is there after each turn."""
+    seen: dict[tuple[int, int], Contents] = {}
     networks = Networks()
     buffers = ReplicaBuffers(replicas)
     buffers.find(networks.all())
@@ -85,24 +83,21 @@ def exchange(
         for replica in replicas.local_replicas:
             buffers.enter(replica)
             networks.step(replica, iteration)
-            seen(replica, iteration, networks.contents())
+            seen[replica, iteration] = networks.contents()
             buffers.leave(replica)
         if iteration % window == window - 1:
             buffers.commit()
             buffers.exchange()
         else:
             buffers.enter(replicas.local_replicas.start)
-        seen(-1, iteration, networks.contents())
-    return networks.contents()
+        seen[-1, iteration] = networks.contents()
+    return seen
 
 
-def expected_contents(
-    replica: int, num_iterations: int, window: int
-) -> tuple[dict[int, Contents], Contents]:
+def expected_contents(replica: int, num_iterations: int, window: int) -> dict[int, Contents]:
     """Train one replica alone; in the beginning of each window it gets what the first one had."""
     own: dict[int, Contents] = {}
-    committed = Networks()
-    present = committed
+    present = Networks()
     for iteration in range(num_iterations):
         if iteration % window == 0 and replica:
             present = Networks()
@@ -110,20 +105,14 @@ def expected_contents(
                 present.step(0, before)
         present.step(replica, iteration)
         own[iteration] = present.contents()
-    return own, present.contents()
+    return own
 
 
 def _train(
     rank: int, num_processes: int, num_replicas: int, num_iterations: int, window: int
-) -> tuple[dict[Any, Contents], Contents]:
-    found: dict[Any, Contents] = {}
-
-    def seen(replica: int, iteration: int, contents: Contents) -> None:
-        found[replica, iteration] = contents
-
+) -> dict[tuple[int, int], Contents]:
     with replicas_on(rank, num_processes, num_replicas) as here:
-        end = exchange(here, num_iterations, window, seen)
-    return found, end
+        return exchange(here, num_iterations, window)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
@@ -133,9 +122,9 @@ def test_each_replica_has_its_own_in_a_window(
 ) -> None:
     num_iterations = 2 * window + 1
     places = blocks(num_processes, num_replicas)
-    alone = [expected_contents(r, num_iterations, window)[0] for r in range(num_replicas)]
+    alone = [expected_contents(r, num_iterations, window) for r in range(num_replicas)]
     ranks = run_ranks(_train, num_processes, num_processes, num_replicas, num_iterations, window)
-    for (found, _), block in zip(ranks, places, strict=True):
+    for found, block in zip(ranks, places, strict=True):
         for iteration in range(num_iterations):
             for replica in block:
                 assert found[replica, iteration] == alone[replica][iteration]
