@@ -30,11 +30,11 @@ from helios.data import source as sources
 from helios.data.phase_sources import open_source
 from helios.data.source import LONE, Shard
 from helios.errors import WorkerError
-from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.data.datasets import FETCH, Augmented, Indices
 from tests.support import elastic, stuck_workers
 from tests.support.elastic import Elastic
+from tests.support.quiet import Quiet
 from tests.support.ranks import FORKSERVER, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -464,15 +464,12 @@ class DataOfWorkers(elastic.ElasticData):
         self._valid_dataset = self._create_dataset(elastic.Pictures(11), params)
 
 
-class LoseWorkers(Plugin):
+class LoseWorkers(Quiet):
     """Sends a signal to a worker of each rank, twice in training and twice in validation."""
 
     def __init__(self, number: int) -> None:
         super().__init__("lose-workers")
         self.number = number
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         if state.global_iteration in (2, 9):

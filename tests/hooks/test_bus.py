@@ -42,7 +42,7 @@ def owners(log: Log, *names: str) -> list[Listener]:
 def test_an_event_is_told_in_the_order_of_its_row(event: str) -> None:
     """C8, C14: plugins in order of registration; monitors after the model where the row says so."""
     log: Log = []
-    first, monitor, last = plugins = owners(log, "first", "monitor", "last")
+    _, monitor, _ = plugins = owners(log, "first", "monitor", "last")
     data, model, engine = owners(log, "data", "model", "engine")
     bus = Bus(plugins=plugins, monitors=[monitor], data=data, model=model, engine=engine)
     args = EVENTS[event].parameters
@@ -58,8 +58,6 @@ def test_an_event_is_told_in_the_order_of_its_row(event: str) -> None:
     expected = [name for receiver in EVENTS[event].receivers for name in names[receiver]]
     assert log == [(name, event, *args) for name in expected]
     assert event in bus.active
-    assert last in plugins
-    assert first in plugins
 
 
 class Voter(Quiet):

@@ -26,17 +26,7 @@ LENGTH, BATCH, TOTAL = 24, 4, 12
 
 @dataclasses.dataclass
 class Plan:
-    """A training, with places for what makes it differ.
-
-    Attributes:
-        seed: the seed of the run.
-        sample: changes a sample, given its index.
-        forward: changes the output of the network, given the step.
-        rate: changes the learning rate, given the step.
-        loaded: changes the network after a checkpoint was loaded.
-        width: of the hidden layer.
-        options: further ones of the trainer.
-    """
+    """A training, with places for what makes it differ: by sample, by step, or after a load."""
 
     seed: int = 3
     sample: Callable[[int, torch.Tensor], torch.Tensor] = lambda index, sample: sample
@@ -45,7 +35,6 @@ class Plan:
     loaded: Callable[[nn.Module], None] | None = None
     width: int = 6
     steps: int = TOTAL
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -103,7 +92,7 @@ def run(folder: Path, plan: Plan | None = None) -> Path:
         random_seed=plan.seed,
         print_banner=False,
         use_cpu=True,
-        **{"chkpt_frequency": 5, **plan.options},
+        chkpt_frequency=5,
     )
     trainer.fit(Net(plan), Data(plan))
     return folder

@@ -217,15 +217,12 @@ def test_a_changed_script_is_found_where_it_differs_first(whole: Path) -> None:
     assert not repeated.has_ended
 
 
-def _of_seed(whole: Path) -> Any:
-    return replay(whole, dataclasses.replace(STEPS, seed=6), start=0)[0]
-
-
 def test_another_definition_is_named_or_refused(whole: Path) -> None:
-    found = _of_seed(whole)
+    setting = dataclasses.replace(STEPS, seed=6)
+    found, _ = replay(whole, setting, start=0)
     assert (found.iteration, found.what[0], found.has_same_definition) == (1, ORDER, False)
     with pytest.raises(RunMismatchError, match="random_seed"):
-        replay(whole, dataclasses.replace(STEPS, seed=6))
+        replay(whole, setting)
 
 
 @pytest.mark.shows("P32")
@@ -309,7 +306,7 @@ def test_a_damaged_checkpoint_is_reported_and_kept(whole: Path, tmp_path: Path) 
     assert replay(folder, STEPS, start=8)[0].is_equal
 
 
-class Incomplete(Plugin):
+class Incomplete(Quiet):
     """Holds what no checkpoint can hold."""
 
     def setup(self) -> None:

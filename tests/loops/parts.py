@@ -27,6 +27,7 @@ from helios.run_parts import RunParts
 from helios.schedule import Schedule
 from helios.state import Phase, TrainingState, TrainingUnit
 from helios.terminal.progress import Display
+from tests.support.quiet import Quiet
 
 EPOCH, ITERATION = TrainingUnit.EPOCH, TrainingUnit.ITERATION
 
@@ -139,6 +140,18 @@ class ListSource(Source):
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+class Failing(Quiet):
+    """Raises in one event."""
+
+    def __init__(self, event: str, error: BaseException) -> None:
+        super().__init__()
+
+        def fail(*args: Any) -> None:
+            raise error
+
+        setattr(self, event, fail)
 
 
 def make_fit_loop(optimizer_loop: Loop | None = None) -> FitLoop:

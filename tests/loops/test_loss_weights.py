@@ -15,6 +15,7 @@ from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.model import BatchProcessor
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.models import OneLayer
 from tests.support.quiet import Quiet
 
 _LENGTH = 24
@@ -133,23 +134,13 @@ def test_an_update_without_weight_is_skipped(num_replicas: int, tmp_path: Path) 
     assert [*logged.found] == [n for n, committed in enumerate(model.committed, 1) if committed]
 
 
-class _Processed(helios.Model):
-    def __init__(self) -> None:
-        super().__init__("processed")
-        self.batch_processor = BatchProcessor.from_callable(_process)
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
-
-
 def _process(model: Any, batch: Tensor) -> Any:
     total = model.net(batch[:, None].float()).sum()
     return batch, helios.WeightedLoss(total * 6, weight=6 + int(batch) % 2)
 
 
 def test_a_batch_processor_may_return_one_in_training_and_validation() -> None:
-    model = _Processed()
+    model = OneLayer(BatchProcessor.from_callable(_process))
     _fit(model, valid_frequency=8)
     scores = [_process(model, torch.tensor([index]))[1] for index in range(5)]
     expected = sum(each.sum.double() for each in scores) / sum(each.weight for each in scores)

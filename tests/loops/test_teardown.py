@@ -14,7 +14,7 @@ from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins import Plugin
-from tests.support.quiet import Quiet
+from tests.loops.parts import Failing
 from tests.support.runs import IndexModule, Setting, SmallModel
 
 _SETTING = Setting(total_steps=3)
@@ -57,18 +57,6 @@ def _trainer(torn: list[str], *plugins: Plugin, **options: Any) -> helios.Traine
 
 def _fit(trainer: helios.Trainer) -> bool:
     return trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
-
-
-class Failing(Quiet):
-    """Raises in one event."""
-
-    def __init__(self, event: str, error: BaseException) -> None:
-        super().__init__()
-
-        def fail(*args: Any) -> None:
-            raise error
-
-        setattr(self, event, fail)
 
 
 @pytest.mark.shows("L40", "R47")

@@ -14,6 +14,7 @@ import helios
 from helios.data import Stream
 from helios.model.processor import BatchProcessor
 from helios.state import TrainingState
+from tests.support.models import OneLayer
 
 _CLASSES = 5
 
@@ -163,14 +164,11 @@ def _score(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
     return outputs, nn.functional.mse_loss(outputs, batch)
 
 
-class _Processed(helios.Model):
-    def __init__(self) -> None:
-        super().__init__("processed")
-        self.batch_processor = BatchProcessor.from_callable(_score)
+class _Processed(OneLayer):
+    rate = 0.0
 
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
+    def __init__(self) -> None:
+        super().__init__(BatchProcessor.from_callable(_score))
 
 
 def _error(model: _Processed, data: Tensor) -> float:

@@ -21,6 +21,7 @@ from helios.plugins.plugin import Plugin
 from helios.run_parts import RunParts
 from helios.state import Phase, TrainingState, TrainingUnit
 from tests.loops.parts import (
+    Failing,
     ListSource,
     attached,
     fit,
@@ -214,18 +215,6 @@ def test_a_yield_that_is_no_loss_is_an_error(answer: Any, words: str) -> None:
     loop, parts = prepared(Pair(lambda model, batch: iter_losses(model.b, answer)))
     with pytest.raises(UsageError, match=f"scalar loss tensor.*yield such losses.*{words}"):
         train_on(loop, parts, 1.0)
-
-
-class Failing(Quiet):
-    """Raises in one event."""
-
-    def __init__(self, event: str, error: BaseException) -> None:
-        super().__init__()
-
-        def fail(*args: Any) -> None:
-            raise error
-
-        setattr(self, event, fail)
 
 
 @pytest.mark.shows("L27")

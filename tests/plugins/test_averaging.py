@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from helios.errors import UsageError
 from helios.plugins import Plugin
 from helios.plugins.averaging import EMA, SWA, WeightAverage
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.resume import resume_everywhere
 from tests.support.runs import WIDTH, IndexModule, Setting, SmallModel, digest, train
 
@@ -45,7 +46,7 @@ class Net(SmallModel):
         return super().valid_step(batch, step)
 
 
-class Listener(Plugin):
+class Listener(Quiet):
     """Calls a function at each event of some names."""
 
     unsaved = ("calls",)
@@ -53,9 +54,6 @@ class Listener(Plugin):
     def __init__(self, **calls: Callable[..., Any]) -> None:
         super().__init__("listener")
         self.calls = calls
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_optimizer_step_start(self, optimizer: Any) -> None:
         self._call("on_optimizer_step_start")
@@ -117,7 +115,7 @@ class Compiled(Net):
         return next(iter(self.net.parameters())).square().sum()
 
 
-class Reference(Plugin):
+class Reference(Quiet):
     """Torch's averaged model, moved after the same steps."""
 
     unsaved = ("averaged", "steps")
@@ -127,9 +125,6 @@ class Reference(Plugin):
         self.steps = steps
         self.options = options
         self.averaged: Any = None
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_fit_start(self) -> None:
         self.averaged = AveragedModel(self.context.model.net, **self.options)
@@ -234,7 +229,8 @@ def test_a_validation_sees_the_average_in_the_same_parameters() -> None:
     assert same(values(net.net), raw)
     # BatchNorm's statistics were those of the network.
     assert seen["1.running_mean"] is net.net[1].running_mean
-    assert all(some is other for some, other in _pairs(net))
+    pairs = zip(net.net.parameters(), net.parameters_of_setup, strict=True)
+    assert all(some is other for some, other in pairs)
     group = net.optimizer.param_groups[0]["params"]
     assert all(some is other for some, other in zip(net.net.parameters(), group, strict=True))
 
@@ -253,10 +249,6 @@ def test_a_step_that_was_left_out_is_not_averaged() -> None:
     setting = Setting(total_steps=4, valid_frequency=None)
     fit(setting, ema, Listener(on_optimizer_step_start=skip, on_training_step_end=note))
     assert updates == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 3), (7, 4)]
-
-
-def _pairs(net: Net) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    return zip(net.net.parameters(), net.parameters_of_setup, strict=True)
 
 
 @pytest.mark.shows("S64", "U12")
