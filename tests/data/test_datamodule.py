@@ -19,9 +19,7 @@ from torch.utils.data import (
 )
 
 from helios.data import DataLoaderParams, DataModule, Steps
-from helios.data.samplers import (
-    ResumableSequentialSampler,
-)
+from helios.data.samplers import ResumableSequentialSampler
 from helios.errors import ArgumentTypeError
 from tests.data.datasets import Indices, as_lists, join
 

@@ -13,9 +13,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from helios.core import rng
 from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
-from helios.data.samplers import (
-    ResumableDistributedSampler,
-)
+from helios.data.samplers import ResumableDistributedSampler
 from helios.data.source import Source
 from tests.data.datasets import FETCH, Indices, Lone, walk
 from tests.data.test_order import Lazy, Reusing

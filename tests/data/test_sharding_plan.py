@@ -10,9 +10,7 @@ import pytest
 from torch.utils.data import BatchSampler, RandomSampler
 
 from helios.data.phase_sources import open_sources
-from helios.data.samplers import (
-    ResumableDistributedSampler,
-)
+from helios.data.samplers import ResumableDistributedSampler
 from helios.data.source import LONE, NO_BATCH, Shard
 from helios.errors import ArgumentError
 from tests.data.datasets import FETCH, join

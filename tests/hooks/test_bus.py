@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,13 +22,10 @@ class Listener:
         self.name = name
         for event in EVENTS.values():
             if event.verb is Verb.EMIT:
-                setattr(self, event.name, self.listener(event.name, log))
+                setattr(self, event.name, partial(self.hear, log, event.name))
 
-    def listener(self, event: str, log: Log) -> Callable[..., None]:
-        def hear(*args: Any) -> None:
-            log.append((self.name, event, *args))
-
-        return hear
+    def hear(self, log: Log, event: str, *args: Any) -> None:
+        log.append((self.name, event, *args))
 
 
 def owners(log: Log, *names: str) -> list[Listener]:
