@@ -71,7 +71,7 @@ class _Logged(Quiet):
         self.found[state.global_iteration] = scalars.get("train/loss")
 
 
-def _fit(model: helios.Model, *plugins: Plugin, loop: Any = None, **options: Any) -> None:
+def _fit(model: helios.Model, *plugins: Plugin, **options: Any) -> None:
     given: dict[str, Any] = {
         "train_unit": "iteration",
         "total_steps": 8,
@@ -80,10 +80,7 @@ def _fit(model: helios.Model, *plugins: Plugin, loop: Any = None, **options: Any
         "plugins": plugins,
         **options,
     }
-    trainer = helios.Trainer(**given)
-    if loop is not None:
-        trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=loop)
-    trainer.fit(model, _Data())
+    helios.Trainer(**given).fit(model, _Data())
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])

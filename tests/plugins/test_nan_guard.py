@@ -50,32 +50,33 @@ class NanModule(IndexModule):
     def setup(self) -> None:
         super().setup()
         setting = self.setting
-        options: dict[str, Any] = {
-            "batch_size": setting.batch_size,
-            "shuffle": setting.shuffle,
-            "num_workers": setting.num_workers,
-            "collate_fn": noisy_collate,
-        }
-        self._train_dataset = self._create_dataset(
-            NanData(self.bad), helios.DataLoaderParams(**options)
+        params = helios.DataLoaderParams(
+            batch_size=setting.batch_size,
+            shuffle=setting.shuffle,
+            num_workers=setting.num_workers,
+            collate_fn=noisy_collate,
         )
+        self._train_dataset = self._create_dataset(NanData(self.bad), params)
 
 
-def _options(setting: Setting, **more: Any) -> dict[str, Any]:
-    return {
-        "train_unit": setting.unit,
-        "total_steps": setting.total_steps,
-        "valid_frequency": setting.valid_frequency,
-        "accumulation_steps": setting.accumulation,
-        "random_seed": setting.seed,
-        **more,
-    }
-
-
-def _train(folder: Path | None, setting: Setting, *plugins: Plugin, **parts: Any) -> Outcome:
-    model = parts.pop("model", None) or SmallModel(setting)
-    data = parts.pop("data", None) or NanModule(setting)
-    return record(folder, model, data, *plugins, **_options(setting, **parts))
+def _train(
+    folder: Path | None,
+    setting: Setting,
+    *plugins: Plugin,
+    model: SmallModel | None = None,
+    data: NanModule | None = None,
+) -> Outcome:
+    return record(
+        folder,
+        model or SmallModel(setting),
+        data or NanModule(setting),
+        *plugins,
+        train_unit=setting.unit,
+        total_steps=setting.total_steps,
+        valid_frequency=setting.valid_frequency,
+        accumulation_steps=setting.accumulation,
+        random_seed=setting.seed,
+    )
 
 
 def _order(setting: Setting) -> dict[int, list[int]]:
