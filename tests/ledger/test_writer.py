@@ -103,6 +103,24 @@ def test_a_line_of_one_loss_and_one_rate_has_at_most_160_bytes(tmp_path: Path) -
     assert len((tmp_path / FILE_NAME).read_bytes().splitlines(keepends=True)[1]) <= 160
 
 
+@pytest.mark.parametrize(
+    ("is_boundary", "is_committed", "is_skipped"),
+    [(True, True, False), (True, False, True), (False, True, False)],
+)
+def test_an_update_that_was_left_out_is_marked(
+    is_boundary: bool, is_committed: bool, is_skipped: bool, tmp_path: Path
+) -> None:
+    writer, book = _make(tmp_path, Holder())
+    state = _state(1)
+    state.is_step_boundary, state.is_step_committed = is_boundary, is_committed
+    writer.batches_fetched([1], None, None)
+    _end(writer, state)
+    writer.settle()
+    book.close()
+    (line,) = _lines(tmp_path)
+    assert ("skipped" in line) is is_skipped
+
+
 def _hash(batches: list[Any], indices: Any, block: range) -> Any:
     return add_up(block, [*map(read_safely, batches)], indices)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from helios.errors import UsageError
-from helios.replicas.gradients import GradientSum
+from helios.replicas.gradients import GradientSum, make_gradients, norm_by_rows
 from helios.replicas.replicas import Replicas
 from tests.engines.joined import joined
 from tests.support.ranks import run_ranks
@@ -116,6 +116,33 @@ def test_the_sum_follows_the_tree(num_replicas: int, num_micro: int) -> None:
     assert found[0]["frozen"] is None
     assert (found[0]["branch"] is None) == (num_replicas == 1)
     assert (found[0]["late"] is None) == (num_replicas == 1 or num_micro == 1)
+
+
+@pytest.mark.parametrize("num_done", [1, 4])
+def test_a_window_that_is_dropped_leaves_nothing_behind(num_done: int) -> None:
+    model = Parts()
+    optimizer, gradients = SGD(model.parameters(), lr=1.0), make_gradients(Replicas(3))
+
+    def collect(micro: int, *, ends_window: bool) -> None:
+        for replica in range(3):
+            model.fill(replica, micro)
+            gradients.collect(optimizer, replica, lambda: {"net": model}, ends_window=ends_window)
+
+    for micro in range(num_done):
+        collect(micro, ends_window=False)
+    gradients.drop_unused()
+    collect(0, ends_window=True)
+    gradients.finish(optimizer)
+    assert read(model) == _expected(3, 1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
+def test_the_norm_over_rows_is_close_to_that_in_float64(scale: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(7, 5), (1, 3), (2,), (53, 11, 3), (1, 1), (4097,), (3, 0)]
+    gradients = [torch.randn(shape, generator=generator) * scale for shape in shapes]
+    exact = sum(each.double().square().sum().item() for each in gradients) ** 0.5
+    assert norm_by_rows(gradients).item() == pytest.approx(exact, rel=1e-6)
 
 
 def _use_elsewhere(rank: int) -> Found:
