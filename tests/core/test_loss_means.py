@@ -11,15 +11,6 @@ from helios.core.loss_means import as_number
 from helios.errors import UsageError
 
 
-@pytest.mark.parametrize(
-    "value", [2, 2.0, torch.tensor(2), torch.tensor([2.0], requires_grad=True), True + 1]
-)
-def test_a_number_or_a_tensor_of_one_element_is_a_number(value: Any) -> None:
-    number = as_number("loss", value)
-    assert type(number) is float
-    assert number == 2.0
-
-
 @pytest.mark.parametrize("value", [None, "two", [2.0], torch.zeros(2), {}])
 def test_anything_else_is_an_error_that_names_it(value: Any) -> None:
     with pytest.raises(UsageError, match=r"must be a single number, but 'loss' is"):

@@ -66,11 +66,3 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_only_modules_that_register_something_are_imported(package: Path) -> None:
     update_all_registries(package)
     assert sorted(FOUND.keys()) == ["Deep", "Top"]
-
-
-@pytest.mark.parametrize(("name", "rule"), [("file.txt", "be a folder"), ("folder", "__init__")])
-def test_a_root_that_is_no_package_is_refused(tmp_path: Path, name: str, rule: str) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file.txt").touch()
-    with pytest.raises(RuntimeError, match=rule):
-        update_all_registries(tmp_path / name)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -78,14 +77,6 @@ def test_signals_are_noted_and_what_was_found_is_there_again(found: Callable[...
     assert not noted_signals()
 
 
-@pytest.mark.shows("S15")
-def test_everything_is_restored_after_an_error_too(found: Callable[..., Any]) -> None:
-    with pytest.raises(LookupError), SignalReceiver([signal.SIGTERM]).installed():
-        raise LookupError
-    assert signal.getsignal(signal.SIGTERM) is found
-    assert signal.set_wakeup_fd(-1) == -1
-
-
 def say_and_wait(mouth: Connection) -> None:
     mouth.send("running")
     pass_time(60)
@@ -142,52 +133,6 @@ def test_a_second_interrupt_is_obeyed_and_an_echo_of_the_first_is_not() -> None:
             pass_time(0.05)
 
 
-@pytest.mark.shows("S14")
-def test_it_gives_up_after_the_grace_and_says_on_what() -> None:
-    given_up, numbers = threading.Event(), []
-
-    def give_up(number: int) -> None:
-        numbers.append((number, time.monotonic()))
-        given_up.set()
-
-    with SignalReceiver([signal.SIGUSR2], grace=0.1, give_up=give_up).installed():
-        began = time.monotonic()
-        send(signal.SIGUSR2)
-        assert given_up.wait(120)
-        ((number, moment),) = numbers
-        assert number == signal.SIGUSR2
-        assert moment - began >= 0.1
-        pass_time(0.2)
-    assert len(numbers) == 1
-
-
-class Sender(Dataset):
-    """A sample sends signals to the process that fetches it."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> int:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            os.kill(os.getpid(), number)
-        return index
-
-
-NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-
-
-@pytest.mark.shows("S15")
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
-def test_loader_workers_ignore_what_the_training_notes(method: str) -> None:
-    receiver = SignalReceiver(NUMBERS)
-    with receiver.installed():
-        loader = DataLoader(
-            Sender(), num_workers=1, multiprocessing_context=method, worker_init_fn=WorkerInit(None)
-        )
-        assert [int(batch) for batch in loader] == [0, 1]
-    assert receiver.first == ""
-
-
 def test_signals_wait_for_a_process_that_does_not_take_them_yet() -> None:
     code = "import signal; print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -197,11 +142,14 @@ def test_signals_wait_for_a_process_that_does_not_take_them_yet() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-class Stuck(Sender):
+class Stuck(Dataset):
     """Its samples never come."""
 
     def __init__(self) -> None:
         self.has_begun = FORK.Event()
+
+    def __len__(self) -> int:
+        return 2
 
     def __getitem__(self, index: int) -> int:
         self.has_begun.set()

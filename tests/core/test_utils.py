@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from helios import core
-from helios.version import __version__
-
-
-def test_a_list_stays_the_same_list_and_others_become_one() -> None:
-    items = [1, 2]
-    assert core.convert_to_list(items) is items
-    assert core.convert_to_list((1, 2)) == [1, 2]
-    assert core.convert_to_list("ab") == ["ab"]
 
 
 def test_the_folder_is_changed_and_restored_also_after_an_error(tmp_path: Path) -> None:
@@ -56,10 +46,3 @@ def test_a_safe_load_returns_tensors_and_executes_nothing(tmp_path: Path) -> Non
     torch.save(_Unsafe(), path)
     with pytest.raises(Exception, match="Weights only load failed"):
         core.safe_torch_load(path)
-
-
-def test_the_banner_names_what_the_bits_depend_on() -> None:
-    banner = core.get_env_info_str()
-    for fact in (__version__, torch.__version__, np.__version__, sys.version.split()[0]):
-        assert fact in banner
-    assert re.search(rf"threads +{torch.get_num_threads()}$", banner, re.MULTILINE)

@@ -101,9 +101,3 @@ def join(lists: Iterable[list[Any]]) -> list[Any]:
 def as_lists(batches: list[Any]) -> list[list[int]]:
     """Return batches of indices as plain lists."""
     return [torch.as_tensor(batch).tolist() for batch in batches]
-
-
-def limited(source: Source, limit: int) -> Source:
-    """Return the source itself, whose passes end after that many batches."""
-    source.limit = limit
-    return source

@@ -19,13 +19,9 @@ from torch.utils.data import (
 )
 
 from helios.data import DataLoaderParams, DataModule, Steps
-from helios.data.phase_sources import open_source
-from helios.data.samplers import (
-    ResumableSequentialSampler,
-)
-from helios.data.source import Shard
+from helios.data.samplers import ResumableSequentialSampler
 from helios.errors import ArgumentTypeError
-from tests.data.datasets import FETCH, Indices, as_lists, join, walk_shares
+from tests.data.datasets import Indices, as_lists, join
 
 SPLITS = ("train", "valid", "test", "predict")
 
@@ -48,21 +44,6 @@ class Numbers(DataModule):
         self._predict_dataset = self._create_dataset(Indices(13), self.params)
 
 
-@pytest.mark.parametrize("is_distributed", [None, False, True])
-def test_data_is_shared_unless_its_options_say_otherwise(is_distributed: bool | None) -> None:
-    # Whatever the module says of distribution: only the user's own word is against sharing.
-    for of_module in (False, True):
-        module = Numbers(DataLoaderParams(is_distributed=is_distributed))
-        module.setup()
-        module.is_distributed, module.num_replicas = of_module, 2
-        for split, pads in (("train", True), ("valid", False)):
-            pair = getattr(module, f"{split}_dataloader")()
-            share = Shard(2, range(1, 2), pads)
-            source = open_source(*pair, run_seed=0, purpose=FETCH, share=share)
-            (first,) = walk_shares(source, 0)[0]
-            assert first.tolist() == [0 if is_distributed is False and pads else 1]
-
-
 @pytest.mark.parametrize("kind", [list, tuple, lambda pairs: {"a": pairs[0]}])
 def test_the_training_data_is_one(kind: Any) -> None:
     module = Numbers(DataLoaderParams())
@@ -82,25 +63,6 @@ class Short(DataModule):
     def setup(self) -> None:
         for split in SPLITS:
             setattr(self, f"{split}_dataset", self.make(self))
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_options_are_keywords_or_params_and_the_attribute_reads_as_the_data_set(
-    split: str,
-) -> None:
-    data = Indices(10)
-    with_params = Numbers(DataLoaderParams(batch_size=4, shuffle=True))
-    short = Short(lambda module: module.create_dataset(data, batch_size=4, shuffle=True))
-    with_object = Short(
-        lambda module: module.create_dataset(data, DataLoaderParams(batch_size=4, shuffle=True))
-    )
-    for module in (with_params, short, with_object):
-        module.setup()
-    assert getattr(short, f"{split}_dataset") is data
-    found = batches_of(getattr(short, f"{split}_dataloader")())
-    assert found == batches_of(getattr(with_object, f"{split}_dataloader")())
-    if split == "train":
-        assert found == batches_of(with_params.train_dataloader())
 
 
 def test_of_given_data_sets_the_training_data_alone_is_shuffled() -> None:

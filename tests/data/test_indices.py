@@ -13,12 +13,10 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from helios.core import rng
 from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
-from helios.data.samplers import (
-    ResumableDistributedSampler,
-)
+from helios.data.samplers import ResumableDistributedSampler
 from helios.data.source import Source
 from tests.data.datasets import FETCH, Indices, Lone, walk
-from tests.data.test_order import Lazy, Remembering, Reusing
+from tests.data.test_order import Lazy, Reusing
 
 LENGTH = 11
 
@@ -85,7 +83,3 @@ def test_looking_aside_moves_no_generator_and_no_sampler(case: str) -> None:
     assert str(states[1]) == str(after[1])
     assert {name: repr(value) for name, value in getattr(sampler, "__dict__", {}).items()} == before
     assert not loader.keyed_dataset.dataset.counts.any()
-
-
-def test_what_follows_from_a_state_is_not_told() -> None:
-    assert open_with(101, sampler=Remembering(5)).indices(0) is None

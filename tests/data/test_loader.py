@@ -10,10 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core import rng
-from helios.data import (
-    DataLoaderParams,
-    create_dataloader,
-)
+from helios.data import DataLoaderParams, create_dataloader
 from helios.data.loader import KeyedBatchSampler
 from helios.data.phase_sources import open_source
 from helios.data.samplers import (

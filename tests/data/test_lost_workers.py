@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -30,11 +30,11 @@ from helios.data import source as sources
 from helios.data.phase_sources import open_source
 from helios.data.source import LONE, Shard
 from helios.errors import WorkerError
-from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.data.datasets import FETCH, Augmented, Indices
 from tests.support import elastic, stuck_workers
 from tests.support.elastic import Elastic
+from tests.support.quiet import Quiet
 from tests.support.ranks import FORKSERVER, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -169,27 +169,6 @@ def test_a_batch_that_ends_every_worker_is_named(
     assert multiprocessing.active_children() == []
 
 
-class Leaking(Augmented):
-    """Each worker dies after a few samples, as of memory that is never given back."""
-
-    fetched = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.fetched += 1
-        if self.fetched > 9:
-            stuck_workers.die()
-        return super().__getitem__(index)
-
-
-@pytest.mark.shows("P141")
-def test_workers_that_leak_are_replaced_as_often_as_needed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Each gets further than the one before it, also where more is under way than it can fetch."""
-    assert read(Leaking(LENGTH), num_workers=2, prefetch_factor=8) == read(num_workers=0)
-    assert len(lines_of(caplog)) > 1
-
-
 class Large(Indices):
     """Batches that do not fit into a pipe, and are not sent as shared memory."""
 
@@ -320,22 +299,6 @@ def test_an_error_of_the_data_set_is_none_of_a_worker(caplog: pytest.LogCaptureF
     assert not lines_of(caplog)
 
 
-class Broken(Sampler[list[int]]):
-    """Fails in the middle of a pass, after a worker died."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from ([index] for index in range(4))
-        kill_children()
-        for child in multiprocessing.active_children():
-            child.join()
-        raise FileNotFoundError("no more")
-
-
-def test_an_error_of_a_sampler_ends_a_pass_also_beside_a_death() -> None:
-    with pytest.raises(FileNotFoundError, match="no more"):
-        read(num_workers=1, batch_sampler=Broken(), shuffle=False, batch_size=1)
-
-
 @pytest.mark.shows("P141")
 @pytest.mark.parametrize("by_script", [True, False])
 def test_a_death_raises_nothing_where_training_is(
@@ -417,29 +380,6 @@ def test_the_workers_of_a_stream_are_replaced(
     assert found[1] == found[0]
     assert len(lines_of(caplog)) == 2
     assert (tmp_path / "lost" / "loaded").exists() == (kind is StatefulPart)
-
-
-def test_a_replay_may_take_longer_than_a_batch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def read_slowly(index: int, count: int) -> Iterator[float]:
-        for position in range(60):
-            time.sleep(0.05)
-            if position == 50 and not (tmp_path / "died").exists():
-                (tmp_path / "died").touch()
-                stuck_workers.die()
-            yield float(position)
-
-    options: Any = {"shuffle": False, "batch_size": 1, "worker_timeout": 2.0}
-    source = make(Stream(read_slowly), num_workers=1, **options)
-    assert [float(batch) for (batch,) in source.batches(0)] == [*range(60)]
-    assert len(lines_of(caplog)) == 1
-
-
-def test_a_stream_that_ends_every_worker_is_an_error() -> None:
-    source = make(Stream(lambda index, count: stuck_workers.die()), num_workers=1, shuffle=False)
-    with pytest.raises(WorkerError, match=r"lost 3 times.*batch 0 of epoch 1"):
-        next(source.batches(0))
 
 
 @pytest.mark.shows("P141")
@@ -524,15 +464,12 @@ class DataOfWorkers(elastic.ElasticData):
         self._valid_dataset = self._create_dataset(elastic.Pictures(11), params)
 
 
-class LoseWorkers(Plugin):
+class LoseWorkers(Quiet):
     """Sends a signal to a worker of each rank, twice in training and twice in validation."""
 
     def __init__(self, number: int) -> None:
         super().__init__("lose-workers")
         self.number = number
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         if state.global_iteration in (2, 9):

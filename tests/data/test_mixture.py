@@ -13,7 +13,6 @@ import pytest
 from helios.data import Mixture
 from helios.data.mixture import BLOCK, MixtureSampler
 from helios.errors import ArgumentError
-from tests.data.shards import SPLITS, Run, dealt, opener
 
 LENGTHS = (7, 600, 70_000)
 """Sources whose orders are computed differently; the first is used up within a block."""
@@ -123,38 +122,6 @@ def test_after_each_block_shares_are_those_of_the_weights(weights: Sequence[floa
     samples = start(mixture, 3 * BLOCK, BLOCK)
     expected = map(int.__sub__, mixture.count_before(4), mixture.count_before(3))
     assert [len(numbers_of(mixture, samples, n)) for n in range(len(weights))] == list(expected)
-
-
-@pytest.mark.shows("P56")
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_replicas_share_the_order_on_any_number_of_processes(drop_last: bool) -> None:
-    mixture = mix((20, 9, 30))
-    for epoch in (0, 2):
-        order = order_of_mixture(mixture, epoch)
-        for num_processes, num_replicas in SPLITS:
-            open_one = opener(
-                mixture,
-                batch_size=4,
-                shuffle=True,
-                drop_last=drop_last,
-                num_replicas=num_replicas,
-                is_distributed=num_replicas > 1,
-            )
-            run = Run(open_one, num_processes, num_replicas)
-            assert run.indices(epoch) == as_numbers(
-                mixture, dealt(order, num_replicas, 4, drop_last=drop_last)
-            )
-
-
-def order_of_mixture(mixture: Mixture, epoch: int) -> list[int]:
-    sampler = MixtureSampler(mixture, 6691)
-    sampler.run_seed = 6691
-    sampler.set_epoch(epoch)
-    return list(sampler)
-
-
-def as_numbers(mixture: Mixture, turns: list[list[Any]]) -> list[list[Any]]:
-    return [[[mixture[index] for index in batch] for batch in turn] for turn in turns]
 
 
 @pytest.mark.parametrize(

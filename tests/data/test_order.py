@@ -101,36 +101,6 @@ def test_the_batch_sampler_of_pytorch_shuffles_anew_in_each_epoch() -> None:
         assert as_lists(walk(source, 1, batch=6, sample=24)) == second[6:]
 
 
-def run_stateful(source: Source, epoch: int, batch: int, num_epochs: int) -> list[list[int]]:
-    found = as_lists(walk(source, epoch, batch=batch, sample=batch * 6))
-    for later in range(epoch + 1, num_epochs):
-        found += as_lists(walk(source, later))
-    return found
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_sampler_with_state_is_put_back_to_the_start_of_its_epoch(workers: int) -> None:
-    def open_fresh() -> Source:
-        how = {"sampler": Remembering(20), "batch_size": 6, "num_workers": workers}
-        return open_with(20, **how)
-
-    full = run_stateful(open_fresh(), 0, 0, 3)
-    places = [(1, 2), (2, 0)] if workers else [(e, b) for e in range(3) for b in range(5)]
-    for epoch, batch in places:
-        source = open_fresh()
-        for earlier in range(epoch):
-            walk(source, earlier)
-        batches = Lone(source.batches(epoch))
-        for _ in range(batch):
-            next(batches)
-        state = source.state_dict()
-        batches.close()
-        resumed = open_fresh()
-        resumed.load_state_dict(state)
-        # At a batch number of 4 the epoch is over, and the next one follows.
-        assert run_stateful(resumed, epoch, batch, 3) == full[epoch * 4 + batch :]
-
-
 def test_a_state_that_nobody_takes_or_that_is_missing_is_an_error() -> None:
     with_state = open_with(20, sampler=Remembering(20))
     without = open_with(20, shuffle=True)

@@ -6,14 +6,12 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
-from helios.data.order import OwnGenerators, Position, ReplayedOrder, find_generators
+from helios.data.order import Position, ReplayedOrder, find_generators
 from helios.data.samplers import ResumableSampler
-from helios.storage import codec
 
 
 class Around(Sampler[int]):
@@ -29,32 +27,6 @@ def test_generators_are_found_in_samplers_inside_samplers() -> None:
     assert find_generators(around) == {"batches.sampler.generator": inner, "shuffler": outer}
     assert find_generators(RandomSampler(range(4))) == {}
     assert find_generators([[0, 1]]) == {}
-
-
-def _draw(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return torch.rand(3, generator=generator).tolist()
-    return [generator.random() for _ in range(3)]
-
-
-@pytest.mark.parametrize(
-    "generator",
-    [
-        torch.Generator().manual_seed(3),
-        random.Random(3),
-        np.random.default_rng(3),
-        np.random.Generator(np.random.MT19937(3)),
-        np.random.RandomState(3),
-    ],
-)
-def test_a_generator_goes_on_from_its_saved_state(generator: Any) -> None:
-    generators = OwnGenerators({"own": generator})
-    _draw(generator)
-    state = codec.decode(codec.encode(generators.state_dict(), where=""))
-    following = _draw(generator)
-    assert _draw(generator) != following
-    generators.load_state_dict(state)
-    assert _draw(generator) == following
 
 
 class Counting(ResumableSampler):

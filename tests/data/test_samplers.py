@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
 
-from helios.data.order import is_positional
 from helios.data.samplers import (
     SAMPLER_REGISTRY,
     ResumableDistributedSampler,
@@ -42,14 +38,6 @@ def test_a_later_start_gives_the_tail_of_the_full_order(sampler: ResumableSample
         assert sampler.start_iter == start
 
 
-@pytest.mark.parametrize("sampler", make_all(), ids=lambda s: type(s).__name__)
-def test_any_position_gives_the_tail(sampler: ResumableSamplerType) -> None:
-    assert is_positional(sampler)
-    full = list(sampler)
-    for start in range(len(full) + 1):
-        assert list(chain.from_iterable(sampler.blocks(start))) == full[start:]
-
-
 @pytest.mark.shows("H11")
 def test_the_random_order_depends_on_seeds_and_epoch_only() -> None:
     # Nothing is added up, so seed 1 in epoch 0 is not seed 0 in epoch 1.
@@ -64,20 +52,6 @@ def test_the_random_order_depends_on_seeds_and_epoch_only() -> None:
         assert list(sampler) == order
         orders.add(tuple(order))
     assert len(orders) == 5
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 8, 9, 23])
-@pytest.mark.parametrize("num_replicas", [1, 3, 4])
-def test_shares_are_those_of_pytorch(length: int, num_replicas: int, drop_last: bool) -> None:
-    if drop_last and length < num_replicas:
-        return
-    for rank in range(num_replicas):
-        how = {"shuffle": False, "drop_last": drop_last}
-        ours = ResumableDistributedSampler(range(length), num_replicas, rank, **how)
-        theirs = DistributedSampler(range(length), num_replicas, rank, **how)
-        assert list(ours) == list(theirs)
-        assert len(ours) == len(theirs)
 
 
 def test_samplers_are_found_by_name() -> None:

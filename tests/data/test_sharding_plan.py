@@ -10,9 +10,7 @@ import pytest
 from torch.utils.data import BatchSampler, RandomSampler
 
 from helios.data.phase_sources import open_sources
-from helios.data.samplers import (
-    ResumableDistributedSampler,
-)
+from helios.data.samplers import ResumableDistributedSampler
 from helios.data.source import LONE, NO_BATCH, Shard
 from helios.errors import ArgumentError
 from tests.data.datasets import FETCH, join
@@ -93,22 +91,6 @@ def test_a_pass_goes_on_exactly_from_every_place(case: str, pads: bool) -> None:
                 assert number == (None if case == "reusing" else len(full))
 
 
-@pytest.mark.parametrize("cuts", [False, True])
-def test_a_changed_batch_size_goes_on_at_the_position(cuts: bool) -> None:
-    order = order_of(53, shuffle=True)
-    for num_processes, num_replicas in SPLITS:
-        total = -(-53 // num_replicas) * num_replicas
-        end = len(order) - len(order) % num_replicas if cuts else total
-        padded = (order * num_replicas)[:end]
-        how = {"shuffle": True, "drop_last": cuts, "batch_size": 4}
-        run = Run(opener(range(53), **how), num_processes, num_replicas)
-        for sample in range(0, end + 1, num_replicas):
-            rest = dealt(padded[sample:], num_replicas, 4, drop_last=cuts) if sample < end else []
-            assert run.indices(batch=7, sample=sample) == rest
-            number = run.sources[0].num_batches(batch=7, sample=sample)
-            assert number == 7 + len(rest)
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("num_processes", "num_replicas"), SPLITS)
 def test_an_evaluation_gives_each_sample_once(
@@ -133,20 +115,6 @@ def test_an_evaluation_gives_each_sample_once(
             assert drop_last or sorted(seen) == list(range(length))
 
 
-@pytest.mark.parametrize("num_lists", [1, 3, 4, 8, 9])
-def test_lists_are_dealt_out_whole(num_lists: int) -> None:
-    lists = [list(range(3 * i, 3 * i + 1 + i % 3)) for i in range(num_lists)]
-    open_one = opener(range(40), batch_sampler=lambda: lists)
-    for num_processes, num_replicas in SPLITS:
-        run = Run(open_one, num_processes, num_replicas)
-        expected = [[batch[0] for batch in turn] for turn in dealt(lists, num_replicas, 1)]
-        assert run.indices() == expected
-        assert [told[0] for told in run.told] == [len(join(turn)) for turn in expected]
-        assert run.sources[0].num_batches() == len(expected)
-        shown = Run(open_one, num_processes, num_replicas, pads=False)
-        assert [x for turn in shown.indices() for x in turn if x is not NO_BATCH] == lists
-
-
 @pytest.mark.parametrize("how", [{"shuffle": True}, {"sampler": lambda: Lazy(23)}])
 def test_data_that_is_not_shared_goes_to_each_replica_whole(how: dict[str, Any]) -> None:
     order = order_of(23, **how)
@@ -165,26 +133,6 @@ def test_data_that_is_not_shared_goes_to_each_replica_whole(how: dict[str, Any])
             assert run.sources[0].num_batches(batch=batch, sample=sample) == 6
         description = run.sources[0].description
         assert description.get("is_distributed") is (False if num_replicas > 1 else None)
-
-
-@pytest.mark.parametrize("limit", [1, 2, 9])
-def test_a_limit_counts_iterations_of_the_run(limit: int) -> None:
-    for num_processes in (1, 2, 4):
-
-        def open_limited(share: Shard) -> Any:
-            source = opener(range(23), batch_size=2, shuffle=True)
-            loader = source(LONE).loader
-            how: dict[str, Any] = {"run_seed": 6691, "purpose": FETCH, "limit": limit}
-            return open_sources((loader, None), label="training", share=share, **how)[0]
-
-        run = Run(open_limited, num_processes, 4)
-        expected = dealt(order_of(23, shuffle=True), 4, 2)[:limit]
-        assert run.indices() == expected
-        assert run.told[-1][1]
-        assert run.indices(batch=1, sample=8) == expected[1:]
-        source = run.sources[0]
-        assert source.num_batches() == len(expected)
-        assert (source.ends_together, source.state_is_per_process) == (True, False)
 
 
 def test_training_without_an_iteration_for_everybody_is_refused() -> None:

@@ -6,7 +6,6 @@ import multiprocessing
 from typing import Any
 
 import pytest
-import torch
 
 from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
@@ -18,69 +17,15 @@ from tests.data.datasets import (
     Augmented,
     Indices,
     Lone,
-    as_lists,
-    collate_noisily,
-    join,
     walk,
 )
 
 LENGTH = 11
 
 
-def open_with(
-    dataset: Any, *, run_seed: int = 6691, purpose: str = FETCH, **options: Any
-) -> Source:
+def open_with(dataset: Any, **options: Any) -> Source:
     loader, sampler = create_dataloader(dataset, **options)
-    return open_source(loader, sampler, run_seed=run_seed, purpose=purpose)
-
-
-@pytest.mark.shows("H12", "H13")
-@pytest.mark.parametrize("stop_epoch", [0, 1, 2])
-@pytest.mark.parametrize("how", [{"shuffle": True}, {}, {"shuffle": True, "drop_last": True}])
-def test_a_joined_order_equals_the_undisturbed_one(stop_epoch: int, how: dict[str, Any]) -> None:
-    # Stopped in any epoch at any batch; the later epochs lose nothing.
-    options = {"batch_size": 3, **how}
-    undisturbed = open_with(Indices(LENGTH), **options)
-    full = [as_lists(walk(undisturbed, epoch)) for epoch in range(4)]
-    assert how == {} or full[0] != full[1]
-    for batch in range(len(full[0]) + 1):
-        resumed = open_with(Indices(LENGTH), **options)
-        joined = full[stop_epoch][:batch]
-        joined += as_lists(walk(resumed, stop_epoch, batch=batch, sample=batch * 3))
-        assert joined == full[stop_epoch]
-        for later in range(stop_epoch + 1, 4):
-            assert as_lists(walk(resumed, later)) == full[later]
-
-
-_WORKERS: list[dict[str, Any]] = [
-    {"num_workers": 1},
-    {"num_workers": 2, "prefetch_factor": 3},
-    {"num_workers": 2, "persistent_workers": True},
-]
-
-
-@pytest.mark.shows("H15")
-@pytest.mark.parametrize("workers", _WORKERS)
-def test_augmentation_does_not_depend_on_who_fetches(workers: dict[str, Any]) -> None:
-    # Torch, random and NumPy, in the data set and in collate, mid-epoch too.
-    how = {"batch_size": 3, "shuffle": True, "collate_fn": collate_noisily}
-    here = open_with(Augmented(LENGTH), **how)
-    there = open_with(Augmented(LENGTH), **how, **workers)
-    assert torch.equal(torch.cat(walk(here, 0)), torch.cat(walk(there, 0)))
-    full = walk(here, 1)
-    walk(there, 1, limit=1)
-    assert torch.equal(torch.cat(full[2:]), torch.cat(walk(there, 1, batch=2, sample=6)))
-    there.close()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_nothing_before_the_place_is_fetched(num_workers: int) -> None:
-    data = Indices(LENGTH)
-    source = open_with(data, batch_size=2, shuffle=True, num_workers=num_workers)
-    rest = join(as_lists(walk(source, 1, batch=3, sample=6)))
-    assert len(rest) == 5
-    assert data.counts.nonzero().flatten().tolist() == sorted(rest)
-    assert data.counts.sum() == 5
+    return open_source(loader, sampler, run_seed=6691, purpose=FETCH)
 
 
 class Failing(Indices):

@@ -65,52 +65,6 @@ def test_each_sample_is_read_once_and_each_epoch_has_another_order(
 
 
 @pytest.mark.shows("P82")
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
-@pytest.mark.parametrize(("num_workers", "num_processes"), [(1, 1), (3, 2)])
-def test_workers_change_nothing(source: Any, num_workers: int, num_processes: int) -> None:
-    run = make_run(source, num_processes, num_workers=num_workers)
-    alone = plain(make_run(source).walk(1))
-    assert plain(run.walk(1)) == alone
-    assert plain(run.walk(1, batch=2, sample=2 * SIZE * 4)) == alone[2:]
-
-
-@pytest.mark.shows("P82")
-@pytest.mark.parametrize("batch", [1, 4])
-def test_a_replay_gives_the_tail_of_the_epoch(source: Any, batch: int) -> None:
-    whole = plain(make_run(source).walk(1))
-    assert plain(make_run(source).walk(1, batch=batch, sample=batch * SIZE * 4)) == whole[batch:]
-
-
-@pytest.mark.shows("P82")
-@pytest.mark.parametrize("num_processes", [1, 3])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_gives_the_tail_of_the_epoch_on_any_number_of_processes(
-    num_processes: int, num_workers: int
-) -> None:
-    whole = plain(make_run(Shards()).walk(1))
-    states, passes = [], []
-    for stream in make_run(Shards(), num_processes, num_workers=num_workers).sources:
-        assert isinstance(stream, StreamSource)
-        stream.uses_state = True
-        batches = stream.batches(1)
-        passes.append(batches)
-        _ = next(batches), next(batches)
-        states.append(stream.state_dict())
-    for batches in passes:
-        batches.close()
-    state = stream.join_states(states)
-    assert state["parts"].keys() == {"0", "1", "2", "3"}
-    resumed = make_run(Shards(), 2, num_workers=num_workers)
-    for stream in resumed.sources:
-        stream.load_state_dict(state)
-        assert isinstance(stream, StreamSource)
-        assert stream.uses_state
-    tail = resumed.walk(1, batch=2, sample=2 * SIZE * 4)
-    assert plain(tail) == whole[2:]
-    assert plain(resumed.walk(2)) == plain(make_run(Shards()).walk(2)), "later epochs begin anew"
-
-
-@pytest.mark.shows("P82")
 @pytest.mark.parametrize(("buffer_size", "verdict"), [(0, True), (4, False)])
 def test_the_state_of_a_part_is_tried(buffer_size: int, verdict: bool | None) -> None:
     (stream,) = make_run(Shards(buffer_size=buffer_size), num_workers=2).sources

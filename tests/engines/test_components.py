@@ -15,14 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
-from helios.errors import (
-    IncompatibleCheckpointError,
-    StateError,
-)
+from helios.errors import IncompatibleCheckpointError, StateError
 from tests.support.ranks import run_ranks
 from tests.support.runs import digest
 
-PRECISIONS = ("fp32", "bf16", "fp16")
 IN_GROUPS = ("fp32", "fp16")
 
 
@@ -83,10 +79,6 @@ def trained(precision: str) -> tuple[Engine, Parts]:
     for is_bad in (precision == "fp16", False):
         step(engine, parts, is_bad=is_bad)
     return engine, parts
-
-
-def packed(engine: Engine, parts: Parts, **extra: Any) -> dict[str, Any]:
-    return engine.pack_checkpoint(*parts, **extra)
 
 
 @pytest.mark.shows("C15", "E16")
@@ -162,25 +154,10 @@ def test_parts_that_were_not_packed_are_told_or_refused(caplog: pytest.LogCaptur
 def compare(engine: Engine, parts: Parts, checkpoint: dict[str, Any]) -> str:
     """Unpack on parts that begin elsewhere; returns the digest of what they then pack."""
     engine.unpack_checkpoint(checkpoint, *parts, strict=True)
-    again = packed(engine, parts)
+    again = engine.pack_checkpoint(*parts)
     if "scaler" in checkpoint and "scaler" in again:
         assert again["scaler"] == checkpoint["scaler"]
     return digest({name: state for name, state in again.items() if name != "scaler"})
-
-
-@pytest.mark.shows("E1", "E2", "E36")
-@pytest.mark.parametrize("new", PRECISIONS)
-@pytest.mark.parametrize("old", PRECISIONS)
-def test_what_one_precision_packs_another_unpacks(old: str, new: str) -> None:
-    engine, parts = trained(old)
-    checkpoint = packed(engine, parts)
-    assert ("scaler" in checkpoint) == (old == "fp16")
-    other = make_engine(new)
-    found = compare(other, build(other, seed=1), checkpoint)
-    assert found == digest({n: state for n, state in checkpoint.items() if n != "scaler"})
-    if new == "fp16":
-        scale = other.state_dict()["scaler"]["scale"]
-        assert scale == (2.0**15 if old == "fp16" else 2.0**16)
 
 
 def _pack_in_group(rank: int, folder: str) -> dict[str, Any]:
@@ -189,11 +166,11 @@ def _pack_in_group(rank: int, folder: str) -> dict[str, Any]:
     for precision in IN_GROUPS:
         engine, parts = trained(precision)
         assert isinstance(parts[0], DistributedDataParallel)
-        engine.save_checkpoint(packed(engine, parts), Path(folder, f"group-{precision}"))
+        engine.save_checkpoint(engine.pack_checkpoint(*parts), Path(folder, f"group-{precision}"))
         for other in IN_GROUPS:
             lone = engine.load_checkpoint(Path(folder, f"lone-{other}"))
             engine.unpack_checkpoint(lone, *parts, strict=True)
-            again = packed(engine, parts)
+            again = engine.pack_checkpoint(*parts)
             again.pop("scaler", None)
             found[f"{other} {precision}"] = digest(again)
         engine.barrier()
@@ -206,7 +183,7 @@ def test_what_a_group_packs_one_process_unpacks_and_the_other_way_round(tmp_path
     lone: dict[str, str] = {}
     for precision in IN_GROUPS:
         engine, parts = trained(precision)
-        checkpoint = packed(engine, parts)
+        checkpoint = engine.pack_checkpoint(*parts)
         engine.save_checkpoint(checkpoint, tmp_path / f"lone-{precision}")
         checkpoint.pop("scaler", None)
         lone[precision] = digest(checkpoint)

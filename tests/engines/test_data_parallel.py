@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helios.core.wrappers import unwrap
 from helios.engines.engine import Engine
-from helios.engines.precision import Precision
 from helios.replicas.reduction_tree import tree_sum
 from tests.support.ranks import run_ranks
 
@@ -77,27 +74,3 @@ def test_buckets_are_added_along_the_tree(num_ranks: int, megabytes: float) -> N
                 assert found[name] is None, name
             else:
                 assert torch.equal(found[name], gradient), name
-
-
-def _scaled(rank: int, bad: int) -> Any:
-    engine = Engine("cpu", precision=Precision.fp16(4.0))
-    torch.manual_seed(0)
-    network = engine.wrap(nn.Linear(3, 1))
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    committed = []
-    for step in range(2):
-        with engine.autocast():
-            loss = network(torch.ones(1, 3) * (rank + 1)).float().sum()
-        engine.backward_loss(loss * float("inf") if (rank, step) == (bad, 0) else loss)
-        committed.append(engine.optimizer_step(optimizer))
-        engine.zero_grad(optimizer)
-        engine.close_window()
-    scale = engine.state_dict()["scaler"]["scale"]
-    return committed, scale, network.state_dict()["module.weight"].tolist()
-
-
-@pytest.mark.shows("E26")
-def test_an_overflow_of_one_rank_is_everybodys() -> None:
-    first, second = run_ranks(_scaled, 2, 1)
-    assert first == second
-    assert first[:2] == ([False, True], 2.0)

@@ -106,16 +106,6 @@ def test_an_option_that_breaks_its_rule_is_an_error(options: dict[str, Any], mes
         Engine(**options)
 
 
-@pytest.mark.shows("E19")
-def test_teardown_forgets_an_open_window() -> None:
-    """A window that an error has left open must not weigh down the next training's first one."""
-    engine, parameter = engine_for(), weights(1.0)
-    run_window(engine, parameter, [1.0, 2.0])
-    engine.teardown()
-    engine.teardown()
-    assert engine.state_dict() == {"open_micro_batches": 0}
-
-
 @pytest.mark.shows("R39")
 def test_a_norm_is_clipped_over_all_parameters_together() -> None:
     engine = engine_for(clip_norm=1.0)
@@ -128,14 +118,6 @@ def test_a_norm_is_clipped_over_all_parameters_together() -> None:
     assert unused.grad is None
 
 
-@pytest.mark.shows("R39")
-def test_values_are_clipped_element_by_element() -> None:
-    engine, parameter = engine_for(clip_value=2.0), weights(1.0, 1.0, 1.0)
-    engine.backward_loss((parameter * torch.tensor([3.0, -4.0, 1.0])).sum())
-    engine.clip_gradients(SGD([parameter], lr=1.0))
-    assert gradients(parameter) == [[2.0, -2.0, 1.0]]
-
-
 @pytest.mark.shows("E25")
 def test_the_mean_is_clipped_and_not_the_sum() -> None:
     """Divide once, clip after that."""
@@ -145,25 +127,3 @@ def test_the_mean_is_clipped_and_not_the_sum() -> None:
     engine.average_gradients(optimizer)
     engine.clip_gradients(optimizer)
     assert gradients(parameter) == [[4.0]]
-
-
-@pytest.mark.shows("K19", "E20", "E21", "E40")
-@pytest.mark.parametrize("overridden", ["backward_loss", "optimizer_step", "zero_grad"])
-def test_an_engine_may_override_one_method(overridden: str) -> None:
-    """A subclass changes one thing and keeps the others."""
-    calls: list[str] = []
-
-    def note(self: Engine, argument: Any) -> Any:
-        calls.append(overridden)
-        return getattr(super(kind, self), overridden)(argument)
-
-    kind = type("Own", (Engine,), {overridden: note})
-    parameter = weights(1.0)
-    optimizer, engine = SGD([parameter], lr=0.5), kind(CPU)
-    engine.backward_loss(parameter.sum())
-    engine.average_gradients(optimizer)
-    engine.clip_gradients(optimizer)
-    assert engine.optimizer_step(optimizer)
-    engine.zero_grad(optimizer)
-    assert calls == [overridden]
-    assert (parameter.tolist(), parameter.grad) == ([0.5], None)

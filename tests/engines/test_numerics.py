@@ -48,16 +48,6 @@ def test_numerics_are_set_inside_and_restored_outside(restored_settings: None) -
 
 
 @pytest.mark.shows("H49")
-def test_a_demand_for_determinism_is_more_than_a_warning(restored_settings: None) -> None:
-    """With `warn_only` an algorithm that is not deterministic would only be warned of."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=None):
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert torch.are_deterministic_algorithms_enabled()
-    assert torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-@pytest.mark.shows("H49")
 def test_determinism_works_on_the_cpu(restored_settings: None) -> None:
     """An operation without a deterministic form is refused there too."""
 

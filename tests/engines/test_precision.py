@@ -14,8 +14,8 @@ import helios
 from helios.engines.precision import Precision, ScalerOptions
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.context import Context
-from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.resume import resume_everywhere
 from tests.support.runs import Setting, train
 
@@ -38,20 +38,6 @@ def test_an_engine_takes_the_name_of_a_precision() -> None:
         helios.Engine("cpu", precision="bf17")
     with pytest.raises(ArgumentTypeError, match=r"or its name, got 16. Pass"):
         helios.Engine("cpu", precision=16)  # type: ignore[arg-type]
-
-
-@pytest.mark.shows("E22")
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [(Precision.FP32, FULL), (Precision.BF16, LOW), (Precision.FP16, torch.float16)],
-)
-def test_products_are_computed_in_the_precision(precision: Precision, dtype: torch.dtype) -> None:
-    """Outside of the context nothing has changed."""
-    network = nn.Linear(2, 2)
-    with precision.autocast(CPU):
-        assert network(torch.ones(1, 2)).dtype == dtype
-    assert network(torch.ones(1, 2)).dtype == FULL
-    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.shows("E23")
@@ -102,21 +88,12 @@ class Rows(helios.DataModule):
         self._test_dataset = self._predict_dataset = rows
 
 
-def trainer_of(precision: str | None, *plugins: Plugin, **options: Any) -> helios.Trainer:
-    return helios.Trainer(
-        precision=precision, plugins=plugins, use_cpu=True, print_banner=False, **options
-    )
-
-
-class HooksInFull(Plugin):
+class HooksInFull(Quiet):
     """Fails where autocast reaches a hook."""
 
     def __init__(self) -> None:
         super().__init__("hooks-in-full")
         self.heard: set[str] = set()
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def _check(self, event: str) -> None:
         assert not torch.is_autocast_enabled("cpu"), event
@@ -143,7 +120,14 @@ class HooksInFull(Plugin):
 def test_every_step_computes_in_bf16_and_all_state_stays_in_full_precision() -> None:
     """Activations are low; weights, gradients, moments and statistics are not."""
     hooks = HooksInFull()
-    trainer = trainer_of("bf16", hooks, total_steps=2, valid_frequency=1)
+    trainer = helios.Trainer(
+        precision="bf16",
+        total_steps=2,
+        valid_frequency=1,
+        plugins=[hooks],
+        use_cpu=True,
+        print_banner=False,
+    )
     model = Probe()
     trainer.fit(model, Rows())
     trainer.test(model, Rows())

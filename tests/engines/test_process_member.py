@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helios.engines.device import device_of_rank, sync_to_device
+from helios.engines.device import sync_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, RankError, UsageError
 from helios.replicas.reduction_tree import tree_sum
@@ -84,16 +84,9 @@ def _sync(rank: int) -> dict[str, Any]:
         "sum": engine.sync_tensor(own, "sum"),
         "mean": engine.sync_tensor(own, "mean"),
         "all": engine.sync_tensor(counted, "all"),
-        "mixed": engine.sync_tensor(
-            torch.ones(1, dtype=(torch.bool, torch.int64)[rank % 2]), "all"
-        ),
-        "nothing": engine.sync_tensor(torch.empty(0, 3), "all"),
         "integers": engine.sync_tensor(torch.tensor(rank + 1), "sum"),
         "their mean": engine.sync_tensor(torch.tensor(rank), "mean"),
-        "truths": engine.sync_tensor(torch.tensor(rank > 0), "sum"),
         "order": engine.sync_tensor(noisy(rank), "sum"),
-        "complex": engine.sync_tensor(torch.complex(own, own), "sum"),
-        "transposed": engine.sync_tensor(torch.arange(6.0).view(2, 3).T + rank, "sum"),
         "of a graph": engine.sync_tensor(nn.Parameter(own.clone()) * 2, "sum"),
         "own": own,
     }
@@ -112,24 +105,16 @@ def _sync(rank: int) -> dict[str, Any]:
 def test_tensors_are_summed_averaged_and_listed(num_ranks: int) -> None:
     ranks = range(num_ranks)
     total = num_ranks * (num_ranks + 1) / 2
-    transposed = sum((torch.arange(6.0).view(2, 3).T + rank for rank in ranks), torch.zeros(3, 2))
     for rank, found in enumerate(run_ranks(_sync, num_ranks)):
         assert found["sum"].tolist() == [total, 0.0]
         assert found["mean"].tolist() == [total / num_ranks, 0.0]
         assert [part.shape for part in found["all"]] == [(other, 2) for other in ranks]
         assert all((part == other).all() for other, part in enumerate(found["all"]))
         assert {part.dtype for part in found["all"]} == {torch.bfloat16}
-        assert [p.dtype for p in found["mixed"]] == [
-            (torch.bool, torch.int64)[r % 2] for r in ranks
-        ]
-        assert [part.shape for part in found["nothing"]] == [(0, 3)] * num_ranks
         assert (found["integers"].item(), found["integers"].dtype) == (total, torch.int64)
         assert found["their mean"].item() == sum(ranks) / num_ranks
         assert found["their mean"].dtype is torch.float32
-        assert (found["truths"].item(), found["truths"].dtype) == (num_ranks - 1, torch.int64)
         assert torch.equal(found["order"], tree_sum([noisy(other) for other in ranks]))
-        assert found["complex"].tolist() == [complex(total, total), 0j]
-        assert torch.equal(found["transposed"], transposed)
         assert found["of a graph"].tolist() == [2 * total, 0.0]
         assert not found["of a graph"].requires_grad
         assert found["own"].tolist() == [rank + 1.0, 0.0]
@@ -228,17 +213,6 @@ def test_a_process_joins_and_leaves_by_hand(num_ranks: int, tmp_path: Path) -> N
         assert found == (-1, place, total, -1, rank)
 
 
-def _spawned(rank: int, factor: int) -> tuple[int, int, float]:
-    engine = Engine("cpu")
-    total = engine.sync_tensor(torch.tensor(float(rank * factor)), "sum").item()
-    return rank, engine.rank, total
-
-
-@pytest.mark.shows("E30")
-def test_spawning_one_process_is_a_plain_call() -> None:
-    assert Engine("cpu").spawn(_spawned, 5) == [(0, -1, 0.0)]
-
-
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -271,22 +245,6 @@ def test_everything_that_can_be_moved_is_moved() -> None:
     assert moved["optimizer"] is optimizer
     assert value["tensor"].device.type == "cpu"
     assert type(value["array"]) is np.ndarray
-
-
-@pytest.mark.shows("H48", "E32")
-@pytest.mark.parametrize(
-    ("gpus", "local_rank", "expected"),
-    [([], 3, "cpu"), ([2, 5], 1, "cuda:5"), ([4], 3, "cuda:4")],
-)
-def test_a_process_has_a_gpu_of_its_own(gpus: list[int], local_rank: int, expected: str) -> None:
-    """One that sees a single GPU has that."""
-    assert device_of_rank(gpus, local_rank) == torch.device(expected)
-
-
-@pytest.mark.shows("H48", "E32")
-def test_more_processes_than_gpus_are_an_error() -> None:
-    with pytest.raises(UsageError, match=r"Process 2 .* there are 2, \[2, 5\]"):
-        device_of_rank([2, 5], 2)
 
 
 @pytest.mark.shows("E38")

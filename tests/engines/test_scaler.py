@@ -13,8 +13,8 @@ from torch.optim import SGD
 import helios
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
-from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexModule, Setting, SmallModel, train
 
@@ -78,21 +78,6 @@ def test_a_step_is_left_out_where_a_gradient_is_not_finite(bad: float) -> None:
     assert (parameter.tolist(), scale_of(engine)) == ([-1.0], (2.0, 1))
 
 
-def test_optimizers_of_a_window_share_a_scale_and_an_infinity_concerns_its_own() -> None:
-    """A change between their steps would mix scales in gradients that are added up."""
-    engine, first, second = engine_for(), weight(), weight()
-    optimizers = [SGD([part], lr=1.0) for part in (first, second)]
-    engine._open_micro_batches += 1
-    committed = []
-    for optimizer, loss in zip(optimizers, (first * float("inf"), second * 2), strict=True):
-        engine.backward_loss(loss.sum())
-        engine.average_gradients(optimizer)
-        committed.append(engine.optimizer_step(optimizer))
-        assert scale_of(engine) == (4.0, 0)
-    engine.close_window()
-    assert (committed, second.tolist(), scale_of(engine)) == ([False, True], [-1.0], (2.0, 0))
-
-
 @pytest.mark.shows("E22")
 def test_the_whole_scaler_is_state() -> None:
     engine, other = engine_for(growth_interval=3), engine_for(growth_interval=3)
@@ -127,45 +112,34 @@ class Planted(SmallModel):
         self.rates[state.global_iteration] = self.scheduler.get_last_lr()[0]
 
 
-class Counts(Plugin):
+class Counts(Quiet):
     """Notes what each window has moved."""
-
-    def __init__(self) -> None:
-        super().__init__("counts")
-        self.steps: list[tuple[int, int, int, bool]] = []
 
     unsaved = ("steps",)
 
-    def setup(self) -> None:
-        """Nothing to prepare."""
+    def __init__(self) -> None:
+        super().__init__("counts")
+        self.steps: list[tuple[int, int, bool]] = []
 
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
-        place = (state.global_iteration, state.current_iteration, state.global_step, committed)
-        self.steps.append(place)
-
-
-def fit_planted(setting: Setting, **options: Any) -> tuple[Planted, Counts, helios.Trainer]:
-    counts = Counts()
-    trainer = helios.Trainer(
-        train_unit=setting.unit,
-        total_steps=setting.total_steps,
-        accumulation_steps=setting.accumulation,
-        random_seed=5,
-        print_banner=False,
-        engine=Engine(CPU, precision=SMALL),
-        plugins=[counts],
-        **options,
-    )
-    model = Planted(setting)
-    trainer.fit(model, IndexModule(setting))
-    return model, counts, trainer
+        self.steps.append((state.global_iteration, state.current_iteration, committed))
 
 
 @pytest.mark.shows("R26", "E26")
 def test_a_step_that_was_left_out_moves_neither_scheduler_nor_count() -> None:
     """By steps the run makes up for it."""
-    model, counts, _ = fit_planted(Setting(total_steps=9))
-    skipped = [step[0] for step in counts.steps if not step[3]]
+    setting, counts = Setting(total_steps=9), Counts()
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=9,
+        random_seed=5,
+        print_banner=False,
+        engine=Engine(CPU, precision=SMALL),
+        plugins=[counts],
+    )
+    model = Planted(setting)
+    trainer.fit(model, IndexModule(setting))
+    skipped = [step[0] for step in counts.steps if not step[2]]
     assert skipped == list(Planted.infinite)
     assert [step[1] for step in counts.steps] == [1, 2, 2, 2, 3, 4, 5, 6, 6, 7, 8, 9]
     rates = model.rates
@@ -191,10 +165,7 @@ def test_a_run_with_planted_infinities_resumes_everywhere(
     monkeypatch.setattr("tests.support.runs.SmallModel", Planted)
     scales: dict[int, list[tuple[float, int]]] = {}
 
-    class Scales(Plugin):
-        def setup(self) -> None:
-            """Nothing to prepare."""
-
+    class Scales(Quiet):
         def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
             found = scales.setdefault(state.global_iteration, [])
             found.append(scale_of(self.context.engine))

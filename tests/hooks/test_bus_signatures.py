@@ -53,66 +53,6 @@ def test_a_method_takes_its_arguments_by_position_or_by_name(method: Callable[..
     )
 
 
-class Told:
-    """What receivers of the end of a batch were told."""
-
-    def __init__(self) -> None:
-        self.found: list[Any] = []
-
-    def by(self, method: Callable[..., Any], *more: int) -> Any:
-        """Tell the end of validation batch 3 to a method, and of a loader if one is given."""
-        owner = type("Taker", (Quiet,), {"on_validation_batch_end": method})("taker")
-        owner.found = self.found  # type: ignore[attr-defined]
-        Bus(plugins=[owner]).emit("on_validation_batch_end", 3, *more)
-        return self.found.pop()
-
-
-def take_step(self: Any, step: int) -> None:
-    self.found.append(step)
-
-
-def take_step_and_more(self: Any, step: int, verbose: bool = False) -> None:
-    self.found.append((step, verbose))
-
-
-@pytest.mark.shows("K33")
-@pytest.mark.parametrize(
-    ("method", "told"),
-    [(take_step, 3), (take_step_and_more, (3, False))],
-)
-def test_a_receiver_without_the_optional_argument_is_told_without_it(
-    method: Callable[..., Any], told: Any
-) -> None:
-    """L32: one that was written for one loader goes on to work with several."""
-    assert Told().by(method) == told
-    assert Told().by(method, 1) == told
-
-
-def take_both(self: Any, step: int, dataloader_idx: int = -1) -> None:
-    self.found.append((step, dataloader_idx))
-
-
-def take_any(self: Any, *args: Any) -> None:
-    self.found.append(args if len(args) == 2 else (*args, -1))
-
-
-def take_keywords(self: Any, **named: Any) -> None:
-    self.found.append((named["step"], named.get("dataloader_idx", -1)))
-
-
-@pytest.mark.shows("K33")
-@pytest.mark.parametrize(
-    "method",
-    [take_both, take_any, take_keywords],
-)
-def test_a_receiver_of_the_optional_argument_gets_it_where_it_is_given(
-    method: Callable[..., Any],
-) -> None:
-    """L32: told with several loaders only."""
-    assert Told().by(method) == (3, -1)
-    assert Told().by(method, 1) == (3, 1)
-
-
 @pytest.mark.parametrize("event", ["train_step", "valid_step"])
 def test_the_steps_of_a_model_are_checked_too(event: str) -> None:
     wrong = type("Wrong", (QuietModel,), {event: lambda self: None})("wrong")

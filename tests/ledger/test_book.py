@@ -45,15 +45,6 @@ def test_a_resume_cuts_back_to_the_line_of_its_checkpoint(tmp_path: Path, furthe
     assert (tmp_path / FILE_NAME).read_bytes() == _whole(tmp_path / "whole", 120)
 
 
-def test_a_mark_is_on_the_disk_after_a_sync(tmp_path: Path) -> None:
-    book = _open(tmp_path)
-    _append(book, 1, 2, 3)
-    mark = book.mark()
-    book.sync()
-    assert (tmp_path / FILE_NAME).stat().st_size == mark["size"]
-    book.close()
-
-
 @pytest.mark.shows("P7")
 @pytest.mark.parametrize("harm", ["missing", "shorter", "changed", "another run"])
 def test_a_ledger_that_does_not_match_is_kept_and_a_new_one_begins(
@@ -123,14 +114,3 @@ def test_lines_that_the_disk_refuses_wait_in_order(
     data = (tmp_path / FILE_NAME).read_bytes()
     assert data == _whole(tmp_path / "whole", 300)
     assert data[: mark["size"]].endswith(f'{mark["hash"]}"}}\n'.encode())
-
-
-def test_a_file_that_cannot_be_created_stops_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    book = _open(tmp_path / "gone")
-    _append(book, *range(1, 200))
-    (tmp_path / "gone").mkdir()
-    book.close()
-    assert "Could not write the ledger" in caplog.text
-    assert verify(tmp_path / "gone").num_iterations == 199

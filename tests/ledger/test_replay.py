@@ -116,13 +116,6 @@ def test_a_run_is_repeated_from_its_beginning_and_from_every_checkpoint(
         assert set(repeated.saves) == {each for each in whole.saves if each > since}
 
 
-@pytest.mark.parametrize(("start", "begin"), [(None, 4), (7, 4), (8, 8), (3, 0)], ids=str)
-def test_a_replay_begins_at_or_before_its_start(start: Any, begin: int, whole: Path) -> None:
-    found, repeated = replay(whole, STEPS, **({} if start is None else {"start": start}))
-    assert (found.is_equal, found.begins_after) == (True, begin)
-    assert min(repeated.records) == begin + 1
-
-
 @pytest.mark.parametrize(
     ("name", "stop", "last"),
     [
@@ -224,15 +217,12 @@ def test_a_changed_script_is_found_where_it_differs_first(whole: Path) -> None:
     assert not repeated.has_ended
 
 
-def _of_seed(whole: Path) -> Any:
-    return replay(whole, dataclasses.replace(STEPS, seed=6), start=0)[0]
-
-
 def test_another_definition_is_named_or_refused(whole: Path) -> None:
-    found = _of_seed(whole)
+    setting = dataclasses.replace(STEPS, seed=6)
+    found, _ = replay(whole, setting, start=0)
     assert (found.iteration, found.what[0], found.has_same_definition) == (1, ORDER, False)
     with pytest.raises(RunMismatchError, match="random_seed"):
-        replay(whole, dataclasses.replace(STEPS, seed=6))
+        replay(whole, setting)
 
 
 @pytest.mark.shows("P32")
@@ -316,7 +306,7 @@ def test_a_damaged_checkpoint_is_reported_and_kept(whole: Path, tmp_path: Path) 
     assert replay(folder, STEPS, start=8)[0].is_equal
 
 
-class Incomplete(Plugin):
+class Incomplete(Quiet):
     """Holds what no checkpoint can hold."""
 
     def setup(self) -> None:

@@ -137,23 +137,6 @@ def test_other_validation_data_is_a_difference(tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("P131")
-def test_a_difference_between_two_validations_is_one_at_the_latest(
-    known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Late(Net):
-        def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
-            factor = 1.5 if self.context.state.global_iteration > 5 else 1.0
-            x, y = batch
-            return {"error": ((self.net(x) * factor - y).square().sum(), len(x))}
-
-    other = train(tmp_path, Late())
-    assert diff(known, other).iteration == 8
-    assert main(["diff", str(known), str(other)]) == 1
-    first = "they differ at the latest from iteration 8 on, first in: scores of the validation"
-    assert capsys.readouterr().out.splitlines()[0] == first
-
-
-@pytest.mark.shows("P131")
 def test_scores_are_compared_where_both_have_validated(known: Path, tmp_path: Path) -> None:
     rare = train(tmp_path / "rare", valid_frequency=6)
     found = diff(known, rare)

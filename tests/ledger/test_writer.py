@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from helios.core.loss_means import LossMeans
 from helios.ledger.book import EVERY, FILE_NAME, Book
 from helios.ledger.line import read_float
-from helios.ledger.writer import LedgerWriter, add_up, as_numbers, from_numbers
+from helios.ledger.writer import LedgerWriter, add_up
 from helios.listeners import Iteration
 from helios.state import TrainingState
 from helios.storage.content_hash import read_safely
@@ -31,26 +29,19 @@ class Holder:
 def _make(
     folder: Path,
     holder: Holder,
-    block: range = range(1),
     *,
     every: int = EVERY,
-    num_processes: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[LedgerWriter, Book]:
     book = Book(folder, run="r")
     book.open(None, after=0)
 
-    def find_optimizers() -> dict[str, torch.optim.Optimizer]:
-        return {"optimizer": holder.optimizer}
-
     writer = LedgerWriter(
         book,
-        block,
-        num_processes=num_processes,
-        clock=clock,
+        range(1),
+        num_processes=1,
         find_weights=lambda: {"weight": holder.weight},
         find_buffers=dict,
-        find_optimizers=find_optimizers,
+        find_optimizers=lambda: {"optimizer": holder.optimizer},
         reads_weights=True,
         every=every,
         attributes=vars(holder),
@@ -58,9 +49,9 @@ def _make(
     return writer, book
 
 
-def _state(number: int, *, is_boundary: bool = True, is_committed: bool = True) -> TrainingState:
+def _state(number: int) -> TrainingState:
     state = TrainingState(global_epoch=1, global_iteration=number, global_step=number)
-    state.is_step_boundary, state.is_step_committed = is_boundary, is_committed
+    state.is_step_boundary = state.is_step_committed = True
     return state
 
 
@@ -69,13 +60,12 @@ def _end(
     state: TrainingState,
     losses: Any = (),
     *,
-    totals: Any = (),
     rates: Any = None,
     norm: Any = None,
 ) -> None:
     """Notify a writer of the end of an iteration."""
     iteration = Iteration(state, LossMeans(), means=dict(losses), norm=norm)
-    iteration.totals, iteration.rates = totals, rates or {}
+    iteration.totals, iteration.rates = (), rates or {}
     writer.iteration_ended(iteration)
 
 
@@ -121,7 +111,8 @@ def test_an_update_that_was_left_out_is_marked(
     is_boundary: bool, is_committed: bool, is_skipped: bool, tmp_path: Path
 ) -> None:
     writer, book = _make(tmp_path, Holder())
-    state = _state(1, is_boundary=is_boundary, is_committed=is_committed)
+    state = _state(1)
+    state.is_step_boundary, state.is_step_committed = is_boundary, is_committed
     writer.batches_fetched([1], None, None)
     _end(writer, state)
     writer.settle()
@@ -139,14 +130,6 @@ def test_replicas_that_exchange_their_batches_are_seen() -> None:
     other = _hash([2, 1], [[4], [3]], range(2))
     assert one.order != other.order
     assert one.content != other.content
-
-
-def test_hashes_are_the_same_after_an_exchange() -> None:
-    batches = [torch.full((2,), n) for n in range(40)]
-    for indices in ([[n] for n in range(40)], None):
-        seen = _hash([object(), *batches[1:]], indices, range(40))
-        assert seen.num_unseen == 1
-        assert from_numbers(as_numbers(seen)) == seen
 
 
 @pytest.mark.shows("P8")
@@ -181,24 +164,6 @@ def test_what_is_no_number_is_null_and_stops_nobody(number: Any, tmp_path: Path)
     assert line["loss"]["loss"] is None
     assert read_float(line["loss"]["3"]) == 1.0
     assert line["lr"] == [None]
-
-
-def test_lines_wait_for_a_second_at_most(tmp_path: Path) -> None:
-    now, holder = [0.0], Holder()
-    writer, book = _make(tmp_path, holder, clock=lambda: now[0])
-    found = []
-    for number, moment in enumerate((0.0, 0.5, 0.9, 1.1, 1.2), 1):
-        now[0] = moment
-        writer.batches_fetched([1], [[0]], None)
-        _end(writer, _state(number))
-        found.append(len(_lines(tmp_path)))
-    assert found == [1, 1, 1, 4, 4]
-    writer.before_commit()
-    assert len(_lines(tmp_path)) == 4, "the mark of a checkpoint is taken first"
-    writer.saving()
-    writer.before_commit()
-    assert len(_lines(tmp_path)) == 5
-    book.close()
 
 
 def test_weights_and_moments_are_hashed_in_every_so_many_steps_and_at_the_end(

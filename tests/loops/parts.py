@@ -27,6 +27,7 @@ from helios.run_parts import RunParts
 from helios.schedule import Schedule
 from helios.state import Phase, TrainingState, TrainingUnit
 from helios.terminal.progress import Display
+from tests.support.quiet import Quiet
 
 EPOCH, ITERATION = TrainingUnit.EPOCH, TrainingUnit.ITERATION
 
@@ -99,41 +100,34 @@ def make_parts(
 class ListBatches(BatchIterator):
     """A pass over a list."""
 
-    def __init__(self, items: Sequence[Any], num_samples: int, *, knows_end: bool) -> None:
+    def __init__(self, items: Sequence[Any]) -> None:
         self._waiting = list(items)
-        self._num_samples = num_samples
-        self._knows_end = knows_end
-        self.is_closed = False
 
     def __next__(self) -> Any:
         if not self._waiting:
             raise StopIteration
         item = self._waiting.pop(0)
-        self.num_samples = self._num_samples
-        self.is_last = self._knows_end and not self._waiting
+        self.num_samples = 1
+        self.is_last = not self._waiting
         return item
 
     def close(self) -> None:
-        self.is_closed = True
+        """Nothing to end."""
 
 
 class ListSource(Source):
     """Data that lies in a list: an entry for each iteration, the same in each epoch."""
 
-    def __init__(
-        self, items: Sequence[Any], *, num_samples: int = 1, knows_end: bool = True
-    ) -> None:
+    def __init__(self, items: Sequence[Any]) -> None:
         super().__init__()
         self.items = items
-        self.num_samples = num_samples
-        self.knows_end = knows_end
         self.loader = None
 
     def _describe(self) -> dict[str, Any]:
         return {}
 
     def _start(self, epoch: int, batch: int, sample: int, *, reads_content: bool) -> ListBatches:
-        return ListBatches(self.items[batch:], self.num_samples, knows_end=self.knows_end)
+        return ListBatches(self.items[batch:])
 
     def _count_batches(self, batch: int, sample: int) -> int:
         return len(self.items)
@@ -146,6 +140,18 @@ class ListSource(Source):
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+class Failing(Quiet):
+    """Raises in one event."""
+
+    def __init__(self, event: str, error: BaseException) -> None:
+        super().__init__()
+
+        def fail(*args: Any) -> None:
+            raise error
+
+        setattr(self, event, fail)
 
 
 def make_fit_loop(optimizer_loop: Loop | None = None) -> FitLoop:

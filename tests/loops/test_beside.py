@@ -14,19 +14,16 @@ from helios.ledger.book import FILE_NAME
 from helios.plugins import CSVLogger
 from helios.plugins.plugin import Plugin
 from tests.support.quiet import Quiet
-from tests.support.ranks import run_ranks
 from tests.typed.user_script import Line, Numbers
 
 
 class Returns(Line):
-    def __init__(self, *, is_plain: bool = False, writes: bool = False) -> None:
+    def __init__(self, *, is_plain: bool = False) -> None:
         super().__init__("line")
-        self.is_plain, self.writes = is_plain, writes
+        self.is_plain = is_plain
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
         loss = super().train_step(batch, state)
-        if self.writes:
-            self._loss_items["double"] = loss.item() * 100
         if self.is_plain:
             return loss
         number = state.global_iteration
@@ -83,16 +80,3 @@ def test_numbers_beside_the_loss_are_logged_and_change_nothing(
         assert (each["train/count"], each["train/half"]) == (mean, mean / 2)
     rows = csv.DictReader(path.read_text().splitlines())
     assert {row["name"] for row in rows} == names
-
-
-def _log_in(rank: int) -> list[dict[str, float]]:
-    table = Table()
-    fit(Returns(), table, num_replicas=2)
-    return table.logged
-
-
-@pytest.mark.shows("U37")
-def test_processes_log_the_means_over_all_replicas() -> None:
-    alone = _log_in(0)
-    assert alone
-    assert run_ranks(_log_in, 2)[0] == alone

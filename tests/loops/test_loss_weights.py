@@ -15,6 +15,7 @@ from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.model import BatchProcessor
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.models import OneLayer
 from tests.support.quiet import Quiet
 
 _LENGTH = 24
@@ -70,7 +71,7 @@ class _Logged(Quiet):
         self.found[state.global_iteration] = scalars.get("train/loss")
 
 
-def _fit(model: helios.Model, *plugins: Plugin, loop: Any = None, **options: Any) -> None:
+def _fit(model: helios.Model, *plugins: Plugin, **options: Any) -> None:
     given: dict[str, Any] = {
         "train_unit": "iteration",
         "total_steps": 8,
@@ -79,10 +80,7 @@ def _fit(model: helios.Model, *plugins: Plugin, loop: Any = None, **options: Any
         "plugins": plugins,
         **options,
     }
-    trainer = helios.Trainer(**given)
-    if loop is not None:
-        trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=loop)
-    trainer.fit(model, _Data())
+    helios.Trainer(**given).fit(model, _Data())
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
@@ -133,48 +131,13 @@ def test_an_update_without_weight_is_skipped(num_replicas: int, tmp_path: Path) 
     assert [*logged.found] == [n for n, committed in enumerate(model.committed, 1) if committed]
 
 
-def test_each_optimizer_of_a_yield_loop_has_weights_of_its_own() -> None:
-    class Model(_Model):
-        def setup(self, fast_init: bool = False) -> None:
-            super().setup()
-            self.other = nn.Linear(1, 1, bias=False)
-            nn.init.ones_(self.other.weight)
-            self.second = torch.optim.SGD(self.other.parameters(), lr=0.01)
-
-        def train_step(self, batch: Tensor, state: TrainingState) -> Any:
-            index = int(batch)
-            self.seen.append(index)
-            yield helios.WeightedLoss(self.total(index), _weight_of(index))
-            yield self.other(batch[:, None].float()).sum()
-
-    model = Model()
-    _fit(model, accumulation_steps=2, total_steps=4)
-    first = second = torch.ones(1, 1)
-    for pair in zip(model.seen[::2], model.seen[1::2], strict=True):
-        gradient = sum(torch.tensor(float(i)) * _weight_of(i) for i in pair)
-        first = first - 0.01 * (gradient / sum(map(_weight_of, pair)))
-        second = second - 0.01 * (torch.tensor(float(sum(pair))) / 2)
-    assert torch.equal(model.net.weight, first)
-    assert torch.equal(model.other.weight, second)
-
-
-class _Processed(helios.Model):
-    def __init__(self) -> None:
-        super().__init__("processed")
-        self.batch_processor = BatchProcessor.from_callable(_process)
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
-
-
 def _process(model: Any, batch: Tensor) -> Any:
     total = model.net(batch[:, None].float()).sum()
     return batch, helios.WeightedLoss(total * 6, weight=6 + int(batch) % 2)
 
 
 def test_a_batch_processor_may_return_one_in_training_and_validation() -> None:
-    model = _Processed()
+    model = OneLayer(BatchProcessor.from_callable(_process))
     _fit(model, valid_frequency=8)
     scores = [_process(model, torch.tensor([index]))[1] for index in range(5)]
     expected = sum(each.sum.double() for each in scores) / sum(each.weight for each in scores)

@@ -58,10 +58,3 @@ def test_losses_of_a_manual_step_and_of_a_run_with_checkpoints_are_seen(
     assert said.count("mean is nan in epoch 1, iteration 2") == 1
     said = fit(Diverging(4, math.nan), capsys, chkpt_root=tmp_path, chkpt_frequency=2)
     assert said.count("loss is nan in epoch") == 1
-
-
-@pytest.mark.shows("U36")
-def test_finite_losses_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    said = fit(Diverging(1, 1.0), capsys)
-    assert "not finite" not in said
-    assert "WARNING" not in said

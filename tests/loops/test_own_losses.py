@@ -107,17 +107,6 @@ def test_between_its_losses_a_loop_sees_the_gradient_of_one_micro_batch(
 
 
 @pytest.mark.shows("L43")
-def test_gradients_of_losses_that_nobody_clears_are_added_up() -> None:
-    def twice(loop: Any, batch: Any) -> Iterator[Any]:
-        yield from OptimizerLoop.losses(loop, batch)
-        yield from OptimizerLoop.losses(loop, batch)
-
-    watch = Steps()
-    run(twice, None, watch, num_replicas=2, accumulation=2)
-    assert watch.seen == [[2 * 1.5 * 1.5], [2 * 6.0 * 1.5]]
-
-
-@pytest.mark.shows("L43")
 def test_after_a_loss_with_its_optimizer_the_update_is_made() -> None:
     """One replica, and the update of each loss sees the weights that the one before has left."""
     weights: list[float] = []

@@ -22,30 +22,7 @@ def _trainer() -> helios.Trainer:
     return helios.Trainer("", "iteration", 2, 2, use_cpu=True, print_banner=False)
 
 
-@pytest.mark.shows("L14")
-def test_the_default_tree_has_the_published_roles() -> None:
-    """L14."""
-
-    def tree(loop: Loop) -> dict[str, Any]:
-        children = {role: tree(child) for role, child in loop._children().items()}
-        return {"kind": type(loop), **children}
-
-    trainer = _trainer()
-    assert tree(trainer.fit_loop) == {
-        "kind": FitLoop,
-        "epoch_loop": {
-            "kind": EpochLoop,
-            "batch_loop": {"kind": BatchLoop, "optimizer_loop": {"kind": OptimizerLoop}},
-            "val_loop": {"kind": ValidationLoop},
-        },
-    }
-    roots = [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
-    assert [tree(loop) for loop in roots] == [
-        {"kind": kind} for kind in (ValidationLoop, TestingLoop, PredictionLoop)
-    ]
-
-
-@pytest.mark.shows("L9")
+@pytest.mark.shows("L1", "L9", "L13")
 def test_loops_are_replaced_at_every_level_at_once() -> None:
     """L9 to L12: each by its role; the whole tree is that of the new ones."""
     seen: list[str] = []
@@ -59,7 +36,9 @@ def test_loops_are_replaced_at_every_level_at_once() -> None:
         return loop
 
     trainer = _trainer()
+    below = trainer.fit_loop.epoch_loop
     trainer.fit_loop = noting(FitLoop, "fit")
+    assert trainer.fit_loop.epoch_loop is below
     trainer.fit_loop.connect(epoch_loop=noting(EpochLoop, "epoch"))
     epochs = trainer.fit_loop.epoch_loop
     epochs.connect(
@@ -71,23 +50,6 @@ def test_loops_are_replaced_at_every_level_at_once() -> None:
     assert seen[4:7] == ["epoch", "batch", "optimizer"]
     # Two batches of validation, and the look that finds no third one.
     assert seen[7:] == ["validation"] * 3
-
-
-@pytest.mark.shows("L1", "L13")
-def test_a_fit_loop_of_ones_own_keeps_the_tree_below_it() -> None:
-    rounds: list[int] = []
-
-    class Counting(FitLoop):
-        def advance(self) -> None:
-            rounds.append(self.session.cursor.epoch)
-            super().advance()
-
-    trainer = _trainer()
-    below = trainer.fit_loop.epoch_loop
-    trainer.fit_loop = Counting()
-    assert trainer.fit_loop.epoch_loop is below
-    trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
-    assert rounds == [0]
 
 
 @pytest.mark.shows("L1", "L13")

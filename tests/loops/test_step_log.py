@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import helios
-from helios.data import Stream
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
@@ -164,14 +163,3 @@ def test_a_log_of_ones_own_counts_and_is_named(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr()
     assert "hello" in said.out
     assert said.err.count("Own overrides log") == 1
-
-
-def test_a_stream_whose_parts_end_apart_weighs_each_batch_by_its_own_size() -> None:
-    parts = [torch.arange(float(length)) + 10 * length for length in (2, 7, 3)]
-    data = helios.DataModule.from_datasets(
-        train=Indices(), valid=Stream(lambda part, count: iter(parts[part])), batch_size=2
-    )
-    trainer = helios.Trainer(max_epochs=1, num_replicas=3, use_cpu=True, print_banner=False)
-    net = Net()
-    trainer.fit(net, data)
-    assert trainer.validate(net, data)["index"] == torch.cat(parts).double().mean().item()

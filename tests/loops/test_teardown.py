@@ -14,7 +14,7 @@ from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins import Plugin
-from tests.support.quiet import Quiet
+from tests.loops.parts import Failing
 from tests.support.runs import IndexModule, Setting, SmallModel
 
 _SETTING = Setting(total_steps=3)
@@ -59,22 +59,6 @@ def _fit(trainer: helios.Trainer) -> bool:
     return trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
 
 
-class Acting(Quiet):
-    """Does something in one event."""
-
-    def __init__(self, event: str, act: Any) -> None:
-        super().__init__("acting")
-        self.event = event
-        setattr(self, event, lambda *args: act(self))
-
-
-def _fail(error: BaseException) -> Any:
-    def act(plugin: Plugin) -> None:
-        raise error
-
-    return act
-
-
 @pytest.mark.shows("L40", "R47")
 @pytest.mark.parametrize(
     ("event", "kind"),
@@ -90,7 +74,7 @@ def _fail(error: BaseException) -> Any:
 def test_after_an_error_anywhere(event: str, kind: type[BaseException]) -> None:
     torn: list[str] = []
     with pytest.raises(kind):
-        _fit(_trainer(torn, Acting(event, _fail(kind()))))
+        _fit(_trainer(torn, Failing(event, kind())))
     assert torn == _ALL
 
 
@@ -101,16 +85,3 @@ def test_after_the_regular_end_and_after_a_finished_run(tmp_path: Path) -> None:
         assert _fit(_trainer(torn, chkpt_root=tmp_path, chkpt_frequency=1))
         assert torn == _ALL
         torn.clear()
-
-
-@pytest.mark.shows("L40")
-def test_after_a_stop_and_after_an_interruption() -> None:
-    torn: list[str] = []
-    stop = Acting("on_training_batch_end", lambda plugin: plugin.context.request_stop("test"))
-    assert _fit(_trainer(torn, stop))
-    assert torn == _ALL
-    torn.clear()
-    leave = Acting("on_training_batch_end", lambda plugin: plugin.context.interrupt("test"))
-    with pytest.raises(helios.Interrupted):
-        _fit(_trainer(torn, leave))
-    assert torn == _ALL

@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 import helios
 from helios.data import Stream
 from helios.model.processor import BatchProcessor
-from helios.state import Phase, TrainingState
+from helios.state import TrainingState
+from tests.support.models import OneLayer
 
 _CLASSES = 5
 
@@ -163,14 +164,11 @@ def _score(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
     return outputs, nn.functional.mse_loss(outputs, batch)
 
 
-class _Processed(helios.Model):
-    def __init__(self) -> None:
-        super().__init__("processed")
-        self.batch_processor = BatchProcessor.from_callable(_score)
+class _Processed(OneLayer):
+    rate = 0.0
 
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
+    def __init__(self) -> None:
+        super().__init__(BatchProcessor.from_callable(_score))
 
 
 def _error(model: _Processed, data: Tensor) -> float:
@@ -195,11 +193,3 @@ def test_scores_of_a_processor_count_each_sample_once(
     trainer.fit(model, _Squares(_SOURCES[name]))
     assert model.metrics["loss"] == pytest.approx(_error(model, _DATA), rel=1e-6)
     assert "how many samples a batch has" not in capsys.readouterr().err
-
-
-@pytest.mark.shows("P119")
-def test_limited_batches_have_their_sizes() -> None:
-    model = _Processed()
-    trainer = _trainer(batch_limits={Phase.VALIDATION: 2})
-    trainer.validate(model, _Squares(_SOURCES["batches"]), checkpoint=None)
-    assert model.metrics["loss"] == pytest.approx(_error(model, _DATA[:8]), rel=1e-6)

@@ -16,14 +16,13 @@ from helios.engines.precision import Precision
 from helios.errors import ArgumentError, UsageError
 from helios.hooks.context import Context
 from helios.loops import YieldLoop
-from helios.loops.optimizer import OptimizerLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.run_parts import RunParts
 from helios.state import Phase, TrainingState, TrainingUnit
 from tests.loops.parts import (
+    Failing,
     ListSource,
-    Stepper,
     attached,
     fit,
     make_fit_loop,
@@ -167,18 +166,15 @@ def test_a_window_sums_each_optimizers_gradients_and_averages_them_apart() -> No
     assert model.weights == (-35.0, -3.5)
 
 
-def test_names_settle_the_order_of_the_yields() -> None:
-    model = Pair(lambda model, batch: iter_losses(model.a, model.b))
-    loop, parts = prepared(model, loop=YieldLoop(optimizers=("left", "right")))
-    train_on(loop, parts, 0.0)
-    assert model.weights == (-1.0, -1.0)
-
-
 def iter_losses(*losses: Any) -> Iterator[Any]:
     yield from losses
 
 
-def test_names_must_be_those_of_all_optimizers() -> None:
+def test_names_settle_the_order_and_must_be_those_of_all_optimizers() -> None:
+    model = Pair(lambda model, batch: iter_losses(model.a, model.b))
+    loop, parts = prepared(model, loop=YieldLoop(optimizers=("left", "right")))
+    train_on(loop, parts, 0.0)
+    assert model.weights == (-1.0, -1.0)
     loop, parts = prepared(Pair(), loop=YieldLoop(optimizers=("left", "wrong")))
     with pytest.raises(UsageError, match=r"each optimizer of the model once \(\['left', 'right'\]"):
         train_on(loop, parts, 1.0)
@@ -216,22 +212,9 @@ def test_too_few_and_too_many_yields_are_errors(count: int) -> None:
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_yield_that_is_no_loss_is_an_error(answer: Any, words: str) -> None:
-    """L25, L27."""
     loop, parts = prepared(Pair(lambda model, batch: iter_losses(model.b, answer)))
     with pytest.raises(UsageError, match=f"scalar loss tensor.*yield such losses.*{words}"):
         train_on(loop, parts, 1.0)
-
-
-class Failing(Quiet):
-    """Raises in one event."""
-
-    def __init__(self, event: str, error: BaseException) -> None:
-        super().__init__()
-
-        def fail(*args: Any) -> None:
-            raise error
-
-        setattr(self, event, fail)
 
 
 @pytest.mark.shows("L27")
@@ -256,21 +239,6 @@ def test_the_generator_is_closed_on_every_way_out(event: str, kind: type[BaseExc
     loop, parts = prepared(Pair(body))
     train_on(loop, parts, torch.ones(1))
     assert closed == [True, True]
-
-
-def test_shared_parameters_are_trained_by_each_of_their_optimizers() -> None:
-    """Without accumulation each one finds its own gradients only."""
-
-    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
-        yield model.b * 2 + model.a * 4
-        yield model.b * 3 + model.a
-
-    model = Pair(body)
-    model.left.add_param_group({"params": [model.b]})
-    del model.left_scheduler, model.right_scheduler
-    loop, parts = prepared(model)
-    train_on(loop, parts, 1.0)
-    assert (model.weights, model.gradients) == ((-1.0, -5.0), (None, None))
 
 
 @pytest.mark.parametrize("has_graph", [True, False])
@@ -366,16 +334,6 @@ def test_a_step_may_leave_out_the_update_of_an_optimizer(accumulation: int) -> N
     assert model.moves == (1, 2)
 
 
-def test_losses_are_put_into_an_empty_table_under_their_optimizers() -> None:
-    """Losses go to TensorBoard without user code."""
-    model = Pair()
-    loop, parts = prepared(model)
-    train_on(loop, parts, 2.0)
-    train_on(loop, parts, 2.0)
-    shown = {name: (loss.item(), loss.requires_grad) for name, loss in model.loss_items.items()}
-    assert shown == {"loss_right": (-4.0, False), "loss_left": (-4.0, False)}
-
-
 @pytest.mark.shows("L28", "E24")
 def test_the_body_computes_in_the_engines_precision_and_nothing_else_does() -> None:
     """L28, E24: autocast covers each part of the body, but no hook, no backward, no update."""
@@ -405,24 +363,6 @@ def test_the_body_computes_in_the_engines_precision_and_nothing_else_does() -> N
     loop, parts = prepared(model, Noting(model), engine=engine)
     train_on(loop, parts, 1.0)
     assert seen == {"body": [True] * 3, "elsewhere": [False] * 14}
-
-
-class Generating(Pair):
-    """Is a generator itself, and does not return one."""
-
-    def train_step(self, batch: Any, state: TrainingState) -> Any:
-        yield from super().train_step(batch, state)
-
-
-@pytest.mark.shows("L45")
-@pytest.mark.parametrize("own", [False, True])
-def test_a_step_that_yields_needs_no_loop_to_be_connected(own: bool) -> None:
-    """One loop serves steps that return their loss and steps that yield them."""
-    tree = make_fit_loop(type("Own", (OptimizerLoop,), {})() if own else None)
-    for model in (Generating(), Stepper(), Generating()):
-        sources: Any = {Phase.TRAINING: [ListSource([[2.0]])]}
-        fit(make_parts(model, sources=sources, total_steps=1), tree)
-    assert model.weights == (-2.0, -2.0)
 
 
 @pytest.mark.shows("L45")

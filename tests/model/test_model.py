@@ -16,7 +16,6 @@ from helios.errors import ArgumentError, UsageError
 from helios.model import MODEL_REGISTRY as EXPORTED
 from helios.model.model import (
     MODEL_REGISTRY,
-    TABLES,
     Model,
     create_model,
     find_pretrained_file,
@@ -70,20 +69,6 @@ def test_a_model_without_a_name_has_that_of_its_class_in_lower_case() -> None:
 
     assert DigitNet().save_name == "digitnet"
     assert DigitNet("other").save_name == "other"
-
-
-def test_the_tables_are_those_that_users_fill() -> None:
-    model = Net()
-    assert tuple(model.tables) == TABLES
-    model.loss_items["loss"] = 1.0
-    model.val_scores["acc"] = 0.5
-    model._test_scores["acc"] = 0.25
-    model._running_losses["loss"] = 4.0
-    assert model._loss_items == {"loss": 1.0}
-    assert model.metrics == model._val_scores == {"acc": 0.5}
-    assert model.test_scores == {"acc": 0.25}
-    assert model.tables["_running_losses"] == {"loss": 4.0}
-    assert all(model.tables[name] is getattr(model, name) for name in TABLES)
 
 
 @pytest.mark.shows("H58", "R43")

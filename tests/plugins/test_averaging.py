@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from helios.errors import UsageError
 from helios.plugins import Plugin
 from helios.plugins.averaging import EMA, SWA, WeightAverage
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 from tests.support.resume import resume_everywhere
 from tests.support.runs import WIDTH, IndexModule, Setting, SmallModel, digest, train
 
@@ -27,12 +28,11 @@ def values(network: nn.Module) -> dict[str, torch.Tensor]:
 class Net(SmallModel):
     """A model whose training depends on no score; it notes the weights that evaluations see."""
 
-    unsaved = (*SmallModel.unsaved, "seen_weights", "keeps_buffers", "fails_in", "before")
+    unsaved = (*SmallModel.unsaved, "seen_weights")
 
-    def __init__(self, setting: Setting, name: str = "small") -> None:
-        super().__init__(setting, name)
-        self.seen_weights: dict[str, dict[str, torch.Tensor]] = {}
-        self.fails_in = ""
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.seen_weights: dict[str, torch.Tensor] = {}
 
     def setup(self, fast_init: bool = False) -> None:
         super().setup(fast_init)
@@ -41,35 +41,19 @@ class Net(SmallModel):
     def have_metrics_improved(self) -> bool:
         return True
 
-    def _evaluate(self, noun: str) -> None:
-        self.seen_weights[noun] = self.net.state_dict(keep_vars=True) | values(self.net)
-        if self.fails_in == noun:
-            raise ZeroDivisionError(noun)
-
     def valid_step(self, batch: Any, step: int) -> Any:
-        self._evaluate("validation")
+        self.seen_weights = self.net.state_dict(keep_vars=True) | values(self.net)
         return super().valid_step(batch, step)
 
-    def test_step(self, batch: Any, step: int) -> Any:
-        self._evaluate("testing")
-        return SmallModel.valid_step(self, batch, step)
 
-    def predict_step(self, batch: Any, step: int) -> Any:
-        self._evaluate("prediction")
-        return super().predict_step(batch, step)
-
-
-class Listener(Plugin):
+class Listener(Quiet):
     """Calls a function at each event of some names."""
 
     unsaved = ("calls",)
 
-    def __init__(self, plug_id: str = "listener", **calls: Callable[..., Any]) -> None:
-        super().__init__(plug_id)
+    def __init__(self, **calls: Callable[..., Any]) -> None:
+        super().__init__("listener")
         self.calls = calls
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_optimizer_step_start(self, optimizer: Any) -> None:
         self._call("on_optimizer_step_start")
@@ -79,15 +63,6 @@ class Listener(Plugin):
 
     def on_validation_end(self, validation_cycle: int) -> None:
         self._call("on_validation_end")
-
-    def on_training_end(self) -> None:
-        self._call("on_training_end")
-
-    def on_testing_end(self) -> None:
-        self._call("on_testing_end")
-
-    def on_predicting_end(self) -> None:
-        self._call("on_predicting_end")
 
     def _call(self, name: str, *args: Any) -> None:
         if name in self.calls:
@@ -110,9 +85,8 @@ def make_trainer(setting: Setting, *plugins: Plugin, root: Path | None = None) -
     )
 
 
-def fit(setting: Setting, *plugins: Plugin, root: Path | None = None, **model: Any) -> Net:
+def fit(setting: Setting, *plugins: Plugin, root: Path | None = None) -> Net:
     net = Net(setting)
-    vars(net).update(model)
     make_trainer(setting, *plugins, root=root).fit(net, IndexModule(setting))
     return net
 
@@ -127,8 +101,12 @@ def newest(root: Path) -> dict[str, Any]:
     return helios.load_checkpoint(path)
 
 
-class Quiet(Net):
-    """A model that trains on its last layer only, so that its network may be changed."""
+class Compiled(Net):
+    """A model that trains on its first layer only, whose network is wrapped."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.net = torch.compile(self.net, backend="eager")
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         """Note nothing."""
@@ -137,7 +115,7 @@ class Quiet(Net):
         return next(iter(self.net.parameters())).square().sum()
 
 
-class Reference(Plugin):
+class Reference(Quiet):
     """Torch's averaged model, moved after the same steps."""
 
     unsaved = ("averaged", "steps")
@@ -147,9 +125,6 @@ class Reference(Plugin):
         self.steps = steps
         self.options = options
         self.averaged: Any = None
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
     def on_fit_start(self) -> None:
         self.averaged = AveragedModel(self.context.model.net, **self.options)
@@ -247,51 +222,17 @@ def test_a_validation_sees_the_average_in_the_same_parameters() -> None:
     net = fit(setting, ema, listener)
     now = raw.pop("now")
     average = ema.averaged_state_dict(net)
-    seen = net.seen_weights["validation"]
+    seen = net.seen_weights
     assert all(torch.equal(seen[name], average[name]) for name in raw)
     assert not same({name: seen[name] for name in raw}, raw)
     assert same(now, raw)
     assert same(values(net.net), raw)
     # BatchNorm's statistics were those of the network.
     assert seen["1.running_mean"] is net.net[1].running_mean
-    assert all(
-        some is other
-        for some, other in zip(net.net.parameters(), net.parameters_of_setup, strict=True)
-    )
+    pairs = zip(net.net.parameters(), net.parameters_of_setup, strict=True)
+    assert all(some is other for some, other in pairs)
     group = net.optimizer.param_groups[0]["params"]
     assert all(some is other for some, other in zip(net.net.parameters(), group, strict=True))
-
-
-@pytest.mark.parametrize(("noun", "has_checkpoint"), [("testing", True), ("prediction", False)])
-def test_an_evaluation_on_its_own_sees_the_average(
-    noun: str, has_checkpoint: bool, tmp_path: Path
-) -> None:
-    setting = Setting(total_steps=5, validates=True, valid_frequency=None)
-    root = tmp_path if has_checkpoint else None
-    fit_net, ema = Net(setting), EMA(0.5)
-    at_end: list[dict[str, torch.Tensor]] = []
-
-    def note(context: Any) -> None:
-        at_end.append(values(context.model.net))
-
-    ends = ("on_testing_end", "on_predicting_end")
-    listener = Listener(**dict.fromkeys(ends, note))
-    trainer = make_trainer(setting, ema, listener, root=root)
-    trainer.fit(fit_net, IndexModule(setting))
-    average, raw = ema.averaged_state_dict(fit_net), values(fit_net.net)
-    net = fit_net
-    if has_checkpoint:
-        net, ema = Net(setting), EMA(0.5)
-        trainer = make_trainer(setting, ema, listener, root=root)
-    method = trainer.test if noun == "testing" else trainer.predict
-    method(net, IndexModule(setting))
-    seen = net.seen_weights[noun]
-    assert all(torch.equal(seen[name], average[name]) for name in raw)
-    assert same(values(net.net), raw)
-    assert len(at_end) == 1
-    assert same(at_end[0], raw)
-    state = ema.state_dict()["averages"]["net"]
-    assert not any(part.is_inference() for part in (*state.values(), *net.net.parameters()))
 
 
 def test_a_step_that_was_left_out_is_not_averaged() -> None:
@@ -310,40 +251,8 @@ def test_a_step_that_was_left_out_is_not_averaged() -> None:
     assert updates == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 3), (7, 4)]
 
 
-def test_the_average_is_copied_into_the_model_for_good(tmp_path: Path) -> None:
-    setting = Setting(total_steps=5)
-    ema = EMA(0.5)
-    at_end: dict[str, Any] = {}
-
-    def copy_then(context: Any) -> None:
-        ema.copy_to(context.model)
-        at_end.update(values(context.model.net))
-
-    net = fit(setting, ema, Listener(on_training_end=copy_then), root=tmp_path)
-    average = ema.averaged_state_dict(net)
-    assert all(torch.equal(at_end[name], average[name]) for name in at_end)
-    assert same(values(net.net), at_end)
-    raw = newest(tmp_path)["model"]["objects"]["net"]
-    assert not torch.equal(raw["4.weight"], average["4.weight"])
-    again, fresh = EMA(0.5), Net(setting)
-    make_trainer(setting, again, root=tmp_path).test(fresh, IndexModule(setting))
-    again.copy_to(fresh)
-    assert same(values(fresh.net), at_end)
-    assert all(some is other for some, other in _pairs(fresh))
-
-
-def _pairs(net: Net) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    return zip(net.net.parameters(), net.parameters_of_setup, strict=True)
-
-
 @pytest.mark.shows("S64", "U12")
 def test_names_are_those_without_compile() -> None:
-
-    class Compiled(Quiet):
-        def setup(self, fast_init: bool = False) -> None:
-            super().setup(fast_init)
-            self.net = torch.compile(self.net, backend="eager")
-
     setting = Setting(total_steps=2, valid_frequency=None, unfreezes=False)
     net, ema = Compiled(setting), EMA(0.5)
     make_trainer(setting, ema).fit(net, IndexModule(setting))

@@ -36,16 +36,13 @@ class Run:
 class Noting(HookContext):
     """Notes when it is entered and left, and what the context object says then."""
 
-    def __init__(self, log: list[Any], name: str, *, enter: Any = None, leave: Any = None) -> None:
+    def __init__(self, log: list[Any], name: str, *, leave: Any = None) -> None:
         self.log = log
         self.name = name
-        self.enter = enter
         self.leave = leave
 
     def on_enter(self, ctx: Context) -> None:
         self.log.append(f"{self.name}(")
-        if self.enter is not None:
-            raise self.enter
 
     def on_exit(self, ctx: Context) -> None:
         self.log.append(f"{self.name})" + (f" {ctx.exception!r}" if ctx.exception else ""))
@@ -53,18 +50,9 @@ class Noting(HookContext):
             raise self.leave
 
 
-def make_hooks(log: list[Any], *channels: str, **run: Any) -> PipelineHooks:
-    """Return a set whose contexts note the channel that they stand in; with a context object."""
-    hooks = PipelineHooks()
-    hooks.context = make_ctx(**run)
-    for channel in channels:
-        hooks.register(channel, Noting(log, channel.removeprefix("on_")))
-    return hooks
-
-
-def make_ctx(**run: Any) -> Context:
+def make_ctx() -> Context:
     """Return a context object without a run."""
-    parts: Any = SimpleNamespace(run=Run(**run))
+    parts: Any = SimpleNamespace(run=Run())
     return Context(parts)
 
 
@@ -99,7 +87,8 @@ def test_a_context_of_functions_has_either_or_both(
 def test_all_exits_run_and_their_errors_are_joined() -> None:
     """The first is raised; the exits after it see it."""
     log: list[Any] = []
-    hooks = make_hooks(log)
+    hooks = PipelineHooks()
+    hooks.context = make_ctx()
     errors = [ValueError("a"), None, KeyError("c"), RuntimeError("d")]
     for name, leave in zip("abcd", errors, strict=True):
         hooks.register("on_batch", Noting(log, name, leave=leave))

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import helios
-from helios.loops.loop import Loop
 from helios.plugins import Plugin
 from helios.plugins.monitors import LearningRateMonitor
 from helios.state import TrainingState
@@ -31,11 +30,8 @@ class Curves(Quiet):
             if not name.startswith(("train/", "valid/")):
                 self.points.setdefault(state.global_iteration, {})[name] = value
 
-    def of(self, name: str) -> dict[int, float]:
-        return {number: point[name] for number, point in self.points.items() if name in point}
 
-
-def fit(model: SmallModel, *plugins: Plugin, loop: Loop | None = None, **options: Any) -> Curves:
+def fit(model: SmallModel, *plugins: Plugin, **options: Any) -> Curves:
     setting, curves = model.setting, Curves()
     trainer = helios.Trainer(
         train_unit=setting.unit,
@@ -49,8 +45,6 @@ def fit(model: SmallModel, *plugins: Plugin, loop: Loop | None = None, **options
         plugins=[*plugins, curves],
         **options,
     )
-    if loop is not None:
-        trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=loop)
     trainer.fit(model, IndexModule(setting))
     return curves
 

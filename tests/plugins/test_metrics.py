@@ -11,7 +11,7 @@ from torch import nn
 
 import helios
 from helios.core import rng
-from helios.plugins import Metrics, Plugin
+from helios.plugins import Metrics
 from helios.state import Phase, TrainingState
 from tests.support.quiet import Quiet
 from tests.support.resume import resume_everywhere
@@ -93,20 +93,6 @@ def test_a_validation_has_a_value_in_the_table_and_in_the_log(tmp_path: Path) ->
     assert list(outcome.tables["_val_scores"]) == ["score", "ids"]
     (path,) = tmp_path.glob("*/*_iter_6.json")
     assert '"ids": 2.5' in path.read_text()
-
-
-def _fit(model: SmallModel, *plugins: Plugin, **options: Any) -> helios.Trainer:
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=6,
-        valid_frequency=2,
-        use_cpu=True,
-        print_banner=False,
-        plugins=plugins,
-        **options,
-    )
-    trainer.fit(model, IndexModule(model.setting))
-    return trainer
 
 
 class Shell(nn.Module):
@@ -219,7 +205,15 @@ def test_no_bit_of_the_training_changes(phase: Phase, tmp_path: Path) -> None:
     models = []
     for plugins in ([], [_of({"m": Rolling()}, phase)]):
         models.append(Drawing(Setting()))
-        _fit(models[-1], *plugins)
+        trainer = helios.Trainer(
+            train_unit="iteration",
+            total_steps=6,
+            valid_frequency=2,
+            use_cpu=True,
+            print_banner=False,
+            plugins=plugins,
+        )
+        trainer.fit(models[-1], IndexModule(Setting()))
     assert models[0].records == models[1].records
     states = [model.net.state_dict() for model in models]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

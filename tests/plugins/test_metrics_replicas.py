@@ -244,23 +244,6 @@ def test_values_and_states_are_the_same_after_a_kill_on_other_processes(
     assert_same(read_bits(folder), read_bits(tmp_path / "whole"))
 
 
-def test_replicas_are_merged_in_their_order_and_batches_given_in_it(tmp_path: Path) -> None:
-    """What cannot be merged gets the batches of the first iteration first."""
-    setting = Elastic(total_steps=2, options={"valid_frequency": None})
-    _train(tmp_path, setting, 1)
-    turns = [json.loads(line) for line in (tmp_path / "turns-0.jsonl").read_text().splitlines()]
-    assert [turn["replica"] for turn in turns] == [0, 1, 2, 3] * 2
-    state = helios.load_checkpoint(tmp_path / "elastic" / "elastic_epoch_1_iter_2.pth")
-    found = state["plugins"]["seen-training"]["metrics"]["unlike"]["state"]["ids"]
-    assert found == [number for turn in turns for number in turn["ids"]]
-    turns.sort(key=lambda turn: turn["replica"])
-    merged = [number for turn in turns for number in turn["ids"]]
-    assert merged != found
-    expected = Seen()
-    expected.ids = merged
-    assert _logged(tmp_path)[2, "counter/order"] == expected.compute()["order"]
-
-
 class _Still(helios.Model):
     """Classifies noise; nothing changes it."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ import helios
 from helios.errors import UsageError
 from helios.plugins import Plugin
 from helios.plugins.nan_guard import NaNGuard
-from helios.state import TrainingState
 from tests.loops.recorded import record
-from tests.support.quiet import Quiet
 from tests.support.resume import resume_everywhere
 from tests.support.runs import (
     IndexData,
@@ -49,61 +46,37 @@ class NanModule(IndexModule):
     def __init__(self, setting: Setting, bad: dict[int, float] | None = None) -> None:
         super().__init__(setting)
         self.bad = {BAD: math.nan} if bad is None else bad
-        self.options: dict[str, Any] = {}
 
     def setup(self) -> None:
         super().setup()
         setting = self.setting
-        options: dict[str, Any] = {
-            "batch_size": setting.batch_size,
-            "shuffle": setting.shuffle,
-            "num_workers": setting.num_workers,
-            "collate_fn": noisy_collate,
-        }
-        self._train_dataset = self._create_dataset(
-            NanData(self.bad), helios.DataLoaderParams(**options | self.options)
+        params = helios.DataLoaderParams(
+            batch_size=setting.batch_size,
+            shuffle=setting.shuffle,
+            num_workers=setting.num_workers,
+            collate_fn=noisy_collate,
         )
+        self._train_dataset = self._create_dataset(NanData(self.bad), params)
 
 
-class Counting(Quiet):
-    """Notes the counters after each window, whether it made its update, and the weights."""
-
-    unsaved = ("seen", "before")
-
-    def __init__(self) -> None:
-        super().__init__("counting")
-        self.seen: list[tuple[int, int, int, bool]] = []
-        self.before: dict[str, torch.Tensor] = {}
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return {k: v.clone() for k, v in self.context.model.net.state_dict().items()}
-
-    def on_training_step_start(self, state: TrainingState) -> None:
-        self.before = self._weights()
-
-    def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
-        self.seen.append(
-            (state.global_iteration, state.current_iteration, state.global_step, committed)
-        )
-        moved = {n for n, w in self._weights().items() if not w.equal(self.before[n])}
-        assert bool(moved) == committed, moved
-
-
-def _options(setting: Setting, **more: Any) -> dict[str, Any]:
-    return {
-        "train_unit": setting.unit,
-        "total_steps": setting.total_steps,
-        "valid_frequency": setting.valid_frequency,
-        "accumulation_steps": setting.accumulation,
-        "random_seed": setting.seed,
-        **more,
-    }
-
-
-def _train(folder: Path | None, setting: Setting, *plugins: Plugin, **parts: Any) -> Outcome:
-    model = parts.pop("model", None) or SmallModel(setting)
-    data = parts.pop("data", None) or NanModule(setting)
-    return record(folder, model, data, *plugins, **_options(setting, **parts))
+def _train(
+    folder: Path | None,
+    setting: Setting,
+    *plugins: Plugin,
+    model: SmallModel | None = None,
+    data: NanModule | None = None,
+) -> Outcome:
+    return record(
+        folder,
+        model or SmallModel(setting),
+        data or NanModule(setting),
+        *plugins,
+        train_unit=setting.unit,
+        total_steps=setting.total_steps,
+        valid_frequency=setting.valid_frequency,
+        accumulation_steps=setting.accumulation,
+        random_seed=setting.seed,
+    )
 
 
 def _order(setting: Setting) -> dict[int, list[int]]:
@@ -171,34 +144,6 @@ def test_a_run_that_skips_resumes_exactly_everywhere(setting: Setting, tmp_path:
     assert len(whole.saves) >= len(whole.records) // setting.accumulation
     finite = whole.model["objects"]["net"]
     assert all(weight.isfinite().all() for weight in finite.values())
-
-
-@pytest.mark.shows("R26")
-@pytest.mark.parametrize(
-    "setting",
-    # Windows of 4 in epochs of 6: every second one reaches over the end of an epoch.
-    [*_SKIPPING, Setting(total_steps=6, accumulation=4, validates=False, seed=3)],
-    ids=[*_IDS, "across"],
-)
-def test_the_counters_of_a_skipped_step_are_those_of_no_step(setting: Setting) -> None:
-    counting = Counting()
-    bad = set(_bad_iterations(dataclasses.replace(setting, total_steps=setting.total_steps + 9)))
-    outcome = _train(None, setting, NaNGuard("skip"), counting)
-    is_by_epoch, size = setting.unit == "epoch", setting.accumulation
-    length, steps, expected, first = 6, 0, [], 1
-    for iteration in sorted(outcome.records):
-        in_epoch = (iteration - 1) % length + 1
-        ends = (
-            (in_epoch % size == 0 or in_epoch == length) if is_by_epoch else iteration % size == 0
-        )
-        if not ends:
-            continue
-        committed = not bad & set(range(first, iteration + 1))
-        now = iteration if is_by_epoch else steps + committed
-        expected.append((iteration, now, steps, committed))
-        steps, first = steps + committed, iteration + 1
-    assert counting.seen == expected
-    assert outcome.state[0] == (len(outcome.records) if is_by_epoch else setting.total_steps)
 
 
 def test_too_many_skips_in_a_row_are_an_error() -> None:

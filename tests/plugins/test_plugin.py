@@ -7,23 +7,8 @@ import torch
 
 import helios
 import helios.plugins
-from helios.core.registry import Registry
-from helios.plugins import PLUGIN_REGISTRY, CUDAPlugin, UniquePluginOverrides, create_plugin
-from helios.state import TrainingState
+from helios.plugins import CUDAPlugin
 from tests.support.quiet import Quiet
-
-
-def test_a_registered_plugin_is_created_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(PLUGIN_REGISTRY) == "plugin"
-    assert PLUGIN_REGISTRY.get("CUDAPlugin") is CUDAPlugin
-    own = Registry("plugin")
-    own.register(Quiet)
-    monkeypatch.setattr("helios.plugins.plugin.PLUGIN_REGISTRY", own)
-    made = create_plugin("Quiet", plug_id="by name")
-    assert isinstance(made, Quiet)
-    assert made.plug_id == "by name"
-    with pytest.raises(KeyError, match="Other"):
-        create_plugin("Other")
 
 
 def test_the_plugin_for_cuda_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,18 +17,6 @@ def test_the_plugin_for_cuda_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None
     assert CUDAPlugin.plugin_id == "cuda"
     with pytest.raises(RuntimeError, match="CUDA"):
         CUDAPlugin()
-
-
-@pytest.mark.shows("H61")
-def test_the_plugin_for_cuda_owns_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches are moved by the model, so another plugin may own them."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    plugin = CUDAPlugin()
-    assert plugin.plug_id == "cuda"
-    assert plugin.unique_overrides == UniquePluginOverrides()
-    plugin.setup()
-    batch = [1]
-    assert plugin.process_training_batch(batch, TrainingState()) is batch
 
 
 @pytest.mark.shows("K5", "S70")

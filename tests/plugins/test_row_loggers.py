@@ -52,7 +52,7 @@ def _objects(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_csv_file_has_a_row_for_each_number(tmp_path: Path) -> None:
+def test_csv_has_a_row_for_each_number_and_jsonl_an_object_for_each_call(tmp_path: Path) -> None:
     _run(tmp_path)
     rows = _rows(tmp_path / "log.csv")
     assert list(rows[0]) == ["epoch", "iteration", "name", "value"]
@@ -62,14 +62,9 @@ def test_a_csv_file_has_a_row_for_each_number(tmp_path: Path) -> None:
     scores = [row for row in rows if row["name"] == "valid/score"]
     assert [int(row["iteration"]) for row in scores] == [3, 6, 9, 12]
     assert (tmp_path / "log.csv").read_text().count("epoch,iteration,name,value") == 1
-
-
-def test_a_jsonl_file_has_an_object_for_each_call(tmp_path: Path) -> None:
-    _run(tmp_path)
     found = _objects(tmp_path / "log.jsonl")
     assert found[0] == {"epoch": 0, "iteration": 0, "early": 0.5}
     assert {"epoch": 1, "iteration": 6, "epoch 1": 1 / 3, "nan": "NaN"} in found
-    rows = _rows(tmp_path / "log.csv")
     spread = [
         (str(line["epoch"]), str(line["iteration"]), name, repr(float(value)))
         for line in found

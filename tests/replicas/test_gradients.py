@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from helios.engines.engine import Engine
-from helios.replicas.gradients import GradientSum
+from helios.errors import UsageError
+from helios.replicas.gradients import GradientSum, make_gradients, norm_by_rows
 from helios.replicas.replicas import Replicas
 from tests.engines.joined import joined
 from tests.support.ranks import run_ranks
@@ -118,108 +118,31 @@ def test_the_sum_follows_the_tree(num_replicas: int, num_micro: int) -> None:
     assert (found[0]["late"] is None) == (num_replicas == 1 or num_micro == 1)
 
 
-def _sum_on_ranks(rank: int, num_processes: int) -> dict[tuple[int, int], list[Found]]:
-    with joined(rank, num_processes) as info:
-        return {
-            (num_replicas, num_micro): sum_up(Replicas(num_replicas, info), num_micro, 2)
-            for num_replicas in _REPLICAS
-            if num_replicas >= num_processes
-            for num_micro in _MICRO_BATCHES
-        }
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("num_processes", [2, 3, 4, 5, 6])
-def test_any_number_of_processes_finds_the_same_sum(num_processes: int) -> None:
-    for found in run_ranks(_sum_on_ranks, num_processes, num_processes):
-        assert found == {case: [_expected(*case)] * 2 for case in found}
-        assert len(found) == (7 - num_processes) * 3
-
-
-def backward(model: nn.Module, replica: int, *names: str) -> None:
-    """Do a backward whose gradients depend on the replica."""
-    parts = [getattr(model, name) for name in names]
-    torch.stack([(part.double() * (replica + 1) / 3).sum() for part in parts]).sum().backward()
-
-
-class Engines:
-    """An engine of several replicas, whose optimizer is told what its window collects."""
-
-    def __init__(self, num_replicas: int, *names: str) -> None:
-        self.model = Parts()
-        self.engine = Engine("cpu")
-        self.engine.replicas = Replicas(num_replicas)
-        self.names = names
-        self.optimizer = SGD([self.model.get_parameter(name) for name in names], lr=1.0)
-
-    def iterate(self, *, ends_window: bool = True, names: tuple[str, ...] | None = None) -> None:
-        self.engine._open_micro_batches += 1
-        for replica in self.engine.replicas.local_replicas:
-            backward(self.model, replica, *(names or self.names))
-            self.engine._gradients.collect(
-                self.optimizer, replica, lambda: {"net": self.model}, ends_window=ends_window
-            )
-
-    def end(self) -> Found:
-        self.engine.average_gradients(self.optimizer)
-        found = read(self.model)
-        self.engine.zero_grad(self.optimizer)
-        self.engine.close_window()
-        return {name: found[name] for name in found if found[name] is not None}
-
-
-def mean_of(num_replicas: int, num_micro: int, like: Tensor) -> bytes:
-    """Return what a gradient of ``backward`` comes to."""
-    leaf = [torch.full_like(like, 0.0) for _ in range(num_replicas)]
-    for replica in range(num_replicas):
-        one = ((replica + 1) / torch.tensor(3.0, dtype=torch.float64)).to(like.dtype)
-        for _ in range(num_micro):
-            leaf[replica] = leaf[replica] + one
-    return bits(by_definition(leaf) / float(num_replicas * num_micro))
-
-
-def test_the_mean_counts_micro_batches_and_replicas() -> None:
-    run = Engines(3, "weight", "number")
-    for num_micro in (1, 2, 1):
-        for micro in range(num_micro):
-            run.iterate(ends_window=micro == num_micro - 1)
-        weight, number = torch.zeros(3, 5), torch.zeros(())
-        assert run.end() == {
-            "weight": mean_of(3, num_micro, weight),
-            "number": mean_of(3, num_micro, number),
-        }
-
-
 @pytest.mark.parametrize("num_done", [1, 4])
 def test_a_window_that_is_dropped_leaves_nothing_behind(num_done: int) -> None:
-    """It may end after any iteration of the window."""
-    run = Engines(3, "weight", "narrow", "branch")
-    for _ in range(num_done):
-        run.iterate(ends_window=False)
-    run.engine.zero_grad(run.optimizer)
-    run.engine.close_window()
-    assert read(run.model)["weight"] is None
-    run.names = ("weight", "narrow")
-    run.iterate()
-    assert run.end() == {
-        "weight": mean_of(3, 1, torch.zeros(3, 5)),
-        "narrow": mean_of(3, 1, torch.zeros(7, dtype=torch.bfloat16)),
-    }
+    model = Parts()
+    optimizer, gradients = SGD(model.parameters(), lr=1.0), make_gradients(Replicas(3))
+
+    def collect(micro: int, *, ends_window: bool) -> None:
+        for replica in range(3):
+            model.fill(replica, micro)
+            gradients.collect(optimizer, replica, lambda: {"net": model}, ends_window=ends_window)
+
+    for micro in range(num_done):
+        collect(micro, ends_window=False)
+    gradients.drop_unused()
+    collect(0, ends_window=True)
+    gradients.finish(optimizer)
+    assert read(model) == _expected(3, 1)
 
 
-def test_optimizers_are_added_apart() -> None:
-    run = Engines(2, "weight")
-    other = SGD([run.model.branch], lr=1.0)
-    run.engine._open_micro_batches += 1
-    for replica in range(2):
-        backward(run.model, replica, "weight", "branch")
-        for optimizer in (run.optimizer, other):
-            run.engine._gradients.collect(optimizer, replica, dict, ends_window=True)
-    run.engine.average_gradients(other)
-    assert read(run.model)["weight"] is None, "its window is not summed up yet"
-    assert read(run.model)["branch"] == mean_of(2, 1, torch.zeros(4))
-    run.engine.average_gradients(run.optimizer)
-    assert read(run.model)["weight"] == mean_of(2, 1, torch.zeros(3, 5))
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
+def test_the_norm_over_rows_is_close_to_that_in_float64(scale: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(7, 5), (1, 3), (2,), (53, 11, 3), (1, 1), (4097,), (3, 0)]
+    gradients = [torch.randn(shape, generator=generator) * scale for shape in shapes]
+    exact = sum(each.double().square().sum().item() for each in gradients) ** 0.5
+    assert norm_by_rows(gradients).item() == pytest.approx(exact, rel=1e-6)
 
 
 def _use_elsewhere(rank: int) -> Found:
@@ -237,3 +160,11 @@ def test_a_gradient_of_one_process_is_there_on_all() -> None:
     first, second = (bits(torch.tensor([[number]])) for number in (3.0, 4.0))
     expected = {"0.weight": first, "1.weight": second, "2.weight": None}
     assert run_ranks(_use_elsewhere, 2) == [expected] * 2
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(2), {"net": model})
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(UsageError, match=r"'net.0.weight' must be dense .* num_replicas=1"):
+        summed.add_micro_batch(0, ends_window=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,9 +70,10 @@ class Networks:
 
 
 def exchange(
-    replicas: Replicas, num_iterations: int, window: int, seen: Callable[[int, int, Contents], None]
-) -> Contents:
-    """Train as the replicas of a process do, in windows; returns what is there at the end."""
+    replicas: Replicas, num_iterations: int, window: int
+) -> dict[tuple[int, int], Contents]:
+    """Train as the replicas of a process do, in windows; returns what is there after each turn."""
+    seen: dict[tuple[int, int], Contents] = {}
     networks = Networks()
     buffers = ReplicaBuffers(replicas)
     buffers.find(networks.all())
@@ -85,24 +83,21 @@ def exchange(
         for replica in replicas.local_replicas:
             buffers.enter(replica)
             networks.step(replica, iteration)
-            seen(replica, iteration, networks.contents())
+            seen[replica, iteration] = networks.contents()
             buffers.leave(replica)
         if iteration % window == window - 1:
             buffers.commit()
             buffers.exchange()
         else:
             buffers.enter(replicas.local_replicas.start)
-        seen(-1, iteration, networks.contents())
-    return networks.contents()
+        seen[-1, iteration] = networks.contents()
+    return seen
 
 
-def expected_contents(
-    replica: int, num_iterations: int, window: int
-) -> tuple[dict[int, Contents], Contents]:
+def expected_contents(replica: int, num_iterations: int, window: int) -> dict[int, Contents]:
     """Train one replica alone; in the beginning of each window it gets what the first one had."""
     own: dict[int, Contents] = {}
-    committed = Networks()
-    present = committed
+    present = Networks()
     for iteration in range(num_iterations):
         if iteration % window == 0 and replica:
             present = Networks()
@@ -110,20 +105,14 @@ def expected_contents(
                 present.step(0, before)
         present.step(replica, iteration)
         own[iteration] = present.contents()
-    return own, present.contents()
+    return own
 
 
 def _train(
     rank: int, num_processes: int, num_replicas: int, num_iterations: int, window: int
-) -> tuple[dict[Any, Contents], Contents]:
-    found: dict[Any, Contents] = {}
-
-    def seen(replica: int, iteration: int, contents: Contents) -> None:
-        found[replica, iteration] = contents
-
+) -> dict[tuple[int, int], Contents]:
     with replicas_on(rank, num_processes, num_replicas) as here:
-        end = exchange(here, num_iterations, window, seen)
-    return found, end
+        return exchange(here, num_iterations, window)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
@@ -133,9 +122,9 @@ def test_each_replica_has_its_own_in_a_window(
 ) -> None:
     num_iterations = 2 * window + 1
     places = blocks(num_processes, num_replicas)
-    alone = [expected_contents(r, num_iterations, window)[0] for r in range(num_replicas)]
+    alone = [expected_contents(r, num_iterations, window) for r in range(num_replicas)]
     ranks = run_ranks(_train, num_processes, num_processes, num_replicas, num_iterations, window)
-    for (found, _), block in zip(ranks, places, strict=True):
+    for found, block in zip(ranks, places, strict=True):
         for iteration in range(num_iterations):
             for replica in block:
                 assert found[replica, iteration] == alone[replica][iteration]
@@ -143,46 +132,3 @@ def test_each_replica_has_its_own_in_a_window(
             # Inside of a window hooks see what the first replica of their process has.
             shown = alone[0] if is_end else alone[block.start]
             assert found[-1, iteration] == shown[iteration]
-
-
-class Growing(nn.Module):
-    """A memory that grows by what a replica sees, and may be emptied or thrown away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.zeros(0))
-        self.register_buffer("rest", torch.zeros(2, dtype=torch.int64))
-
-    def step(self, replica: int, iteration: int) -> None:
-        size = (3 * replica + iteration) % 4
-        self.queue = torch.full((size,), 10.0 * replica + iteration) if size else None
-        self.rest += replica + 1
-
-    def read(self) -> list[Any]:
-        return [None if self.queue is None else self.queue.tolist(), self.rest.tolist()]
-
-
-def _grow(rank: int, num_processes: int) -> list[Any]:
-    with replicas_on(rank, num_processes, 3) as here:
-        network = Growing()
-        buffers = ReplicaBuffers(here)
-        seen = []
-        for iteration in range(6):
-            if iteration % 3 == 0:
-                buffers.find([network])
-            buffers.begin_window()
-            for replica in here.local_replicas:
-                buffers.enter(replica)
-                network.step(replica, iteration)
-                buffers.leave(replica)
-            buffers.commit()
-            buffers.exchange()
-            seen.append(network.read())
-        return seen
-
-
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
-def test_buffers_may_have_other_shapes_on_other_replicas(num_processes: int) -> None:
-    """A backend would fill a part of them, or end the process, if it were not told."""
-    expected = [[[float(i)] * (i % 4) if i % 4 else None, [i + 1, i + 1]] for i in range(6)]
-    assert run_ranks(_grow, num_processes, num_processes) == [expected] * num_processes

@@ -66,7 +66,7 @@ def the_purpose_is_missing_in_the_key_of_a_fetch(fetch_keys, position):
 
 @fault(
     "helios.data.order:Position.fetch_keys",
-    "tests/data/test_shared.py::test_what_is_drawn_follows_from_epoch_batch_and_replica",
+    "tests/data/test_keyed.py::test_what_is_drawn_follows_from_epoch_batch_and_replica",
 )
 def the_replica_is_missing_in_the_key_of_a_fetch(fetch_keys, position):
     return fetch_keys(dataclasses.replace(position, replica=0))
