@@ -169,6 +169,27 @@ def test_a_batch_that_ends_every_worker_is_named(
     assert multiprocessing.active_children() == []
 
 
+class Leaking(Augmented):
+    """Each worker dies after a few samples, as of memory that is never given back."""
+
+    fetched = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.fetched += 1
+        if self.fetched > 9:
+            stuck_workers.die()
+        return super().__getitem__(index)
+
+
+@pytest.mark.shows("P141")
+def test_workers_that_leak_are_replaced_as_often_as_needed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each gets further than the one before it, also where more is under way than it can fetch."""
+    assert read(Leaking(LENGTH), num_workers=2, prefetch_factor=8) == read(num_workers=0)
+    assert len(lines_of(caplog)) > 1
+
+
 class Large(Indices):
     """Batches that do not fit into a pipe, and are not sent as shared memory."""
 
