@@ -15,7 +15,8 @@ from torch.nn.utils import parametrizations
 import helios
 from helios.core import rng
 from helios.errors import UsageError
-from tests.support.keyed import GPT, KeyedData, Positions, Zoo
+from tests.support.keyed import GPT, KeyedData, Layer, Positions, Zoo
+from tests.support.ranks import RankError, run_ranks
 
 SEED = 5
 
@@ -37,6 +38,9 @@ class Built(helios.Model):
 
     def init_unit(self, module: nn.Module, name: str) -> bool | None:
         return self.by_user(module, name) if self.by_user is not None else None
+
+    def shard(self) -> list[nn.Module] | None:
+        return [*self.net.units] if isinstance(self.net, WithUnit) else None
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
         return self.net(batch)
@@ -288,3 +292,31 @@ LOST: list[tuple[Callable[[Any], Any], str]] = [
 def test_what_setup_would_lose_is_refused_by_name(change: Callable[[Any], Any], match: str) -> None:
     with pytest.raises(UsageError, match=match):
         set_up(writing(change))
+
+
+class WithUnit(nn.Module):
+    """Has a unit, and a tensor outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([Layer()])
+        self.scale = nn.Parameter(torch.empty(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.units[0](x) * self.scale.sum()
+
+
+def use_unit(module: nn.Module, name: str) -> bool:
+    if isinstance(module, WithUnit):
+        nn.init.constant_(module.scale, module.units[0].norm.weight.sum().item())
+    return isinstance(module, WithUnit)
+
+
+def set_up_reaching(rank: int) -> None:
+    set_up(with_net(WithUnit), use_unit, sharding="full")
+
+
+@pytest.mark.shows("P106")
+def test_an_initializer_that_uses_another_unit_is_refused() -> None:
+    with pytest.raises(RankError, match=r"initialize net: its initializer uses .* another unit"):
+        run_ranks(set_up_reaching, 2)
