@@ -311,8 +311,8 @@ def add_up(block: range, contents: Sequence[Content], indices: Sequence[Any] | N
         indices: those of the samples of each; ``None`` if unknown.
     """
     order = content = num_unseen = 0
-    for place, replica in enumerate(block):
-        factor, found = factor_of(replica), contents[place]
+    for place, (replica, found) in enumerate(zip(block, contents, strict=False)):
+        factor = factor_of(replica)
         content += found.fingerprint * factor
         num_unseen += found.num_unseen
         if indices is not None:

@@ -151,3 +151,13 @@ def test_a_stream_draws_other_numbers_on_each_replica(num_workers: int) -> None:
     if not num_workers:
         rng.reseed(rng.key(4, FETCH, 1, 0, 2))
         assert numbers[-1][:3] == draw()
+
+
+def test_a_stream_is_walked_and_its_last_batch_is_known() -> None:
+    source = open_foreign(*create_dataloader(Stream(), batch_size=2))
+    batches = Lone(source.batches(0))
+    told = [(batch.tolist(), batches.is_last, batches.num_samples) for batch in batches]
+    assert told == [([0, 1], False, 0), ([2, 3], False, 0), ([4], True, 0)]
+    assert source.num_batches() is None
+    assert isinstance(source.resumes_by, CannotResume)
+    assert source.state_dict() == {}

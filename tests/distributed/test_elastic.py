@@ -140,3 +140,13 @@ def test_after_a_kill_another_number_of_processes_goes_on(
         run(tmp_path / "several", 3, setting, KillRank(event, iteration, rank))
     run(tmp_path / "several", 2, setting)
     assert_same(read_bits(tmp_path / "several"), alone)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("unit", ["epoch", "iteration"])
+def test_workers_and_epochs_change_no_bit_either(tmp_path: Path, unit: str) -> None:
+    steps = 3 if unit == "epoch" else 12
+    setting = Elastic(num_replicas=3, unit=unit, total_steps=steps, accumulation=2)
+    alone = run_to_end(tmp_path / "alone", 1, setting)
+    with_workers = Elastic(**{**vars(setting), "num_workers": 2})
+    assert_same(run_to_end(tmp_path / "several", 2, with_workers), alone)

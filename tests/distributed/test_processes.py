@@ -221,3 +221,27 @@ def test_a_script_without_a_main_guard_is_explained_once(tmp_path: Path) -> None
     assert code == 1
     assert log.count("must start training below the line") == 1
     assert "Starting all ranks again" not in log
+
+
+@slow
+def test_torchrun_resumes_what_a_script_has_begun_and_the_other_way_round(tmp_path: Path) -> None:
+    expected = undisturbed(folder=tmp_path / "alone", replicas=4, steps=12)
+    folder = tmp_path / "run"
+    (first,), _ = start_well(f"--folder={folder}", "--nproc=3", "--replicas=4", "--steps=4")
+    assert first["weights"] != expected["weights"]
+    line = (f"--folder={folder}", "--steps=8", f"--prepared={tmp_path / 'prepared'}")
+    both, log = start_well(*line, torchrun=("--nproc-per-node=2",))
+    assert sorted(found.pop("place") for found in both) == [[0, 0], [1, 1]]
+    assert both[0] == both[1]
+    assert log.count(" - Resumed from net_epoch_2_iter_4.pth; run: ") == 1
+    assert len((tmp_path / "prepared").read_text().split()) == 1
+    # The number of threads is that of the first start, whatever this machine has.
+    variables = {"OMP_NUM_THREADS": ""}
+    (last,), log = start_well(f"--folder={folder}", "--steps=12", variables=variables)
+    assert last == expected | {"items": []}
+    assert "processes: 1 process, 4 replicas" in log
+    sidecars = sorted((folder / "net").glob("net_*.json"))
+    levels = {json.loads(path.read_text())["level"] for path in sidecars}
+    assert (len(sidecars), levels) == (6, {"elastic"})
+    # Rank 0 writes: one log file for each start, all of the run in the first.
+    assert len(list(folder.glob("*.log"))) == 1

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import decision_cells as table
 from tests.support import decisions
-from tests.support.decision_cells import CELLS, GROUPS, Cell
+from tests.support.decision_cells import CELLS, GROUPS, STOP_ITERATION, Cell
 
 PARTS = 4
 LINES = decisions.parse(decisions.GOLDEN.read_text("utf-8"))
@@ -34,6 +34,20 @@ def test_what_follows_a_decision_is_in_the_golden_file(
 ) -> None:
     cells = table.cells_of(num_replicas, num_processes)[part::PARTS]
     assert not _differences(cells, num_processes)
+
+
+def test_the_golden_file_has_a_line_for_each_cell() -> None:
+    names = {str(cell) for cell in CELLS}
+    assert names <= set(LINES)
+    assert {name.split(" / P=")[0] for name in LINES} == names
+
+
+def test_the_number_of_processes_decides_nothing_but_what_is_refused_on_several() -> None:
+    """A hook that ends an epoch by StopIteration is an error where several processes train."""
+    others = {name: outcome for name, outcome in LINES.items() if " / P=" in name}
+    assert {name.split(" / ")[0] for name in others} == {STOP_ITERATION}
+    assert all(outcome.startswith("UsageError at") for outcome in others.values())
+    assert not [outcome for outcome in LINES.values() if " BUT " in outcome]
 
 
 def test_every_event_that_a_plugin_or_the_model_hears_is_in_the_matrix() -> None:

@@ -18,8 +18,10 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios import DataLoaderParams, Trainer
+from helios.engines.engine import Engine
 from helios.plugins import EMA, SWA, Plugin
-from tests.support.ranks import run_ranks
+from helios.start import launch
+from tests.support.ranks import run_ranks, spawn_from_server
 from tests.support.runs import RETURNS
 
 EPOCHS = 3
@@ -259,3 +261,9 @@ def _test_changed(rank: int, root: Path, **options: Any) -> tuple[bool, bool]:
 def test_models_of_ended_process_groups_load(tmp_path: Path) -> None:
     """Else a change on one rank alone would be a part of the scores of all."""
     assert run_ranks(_test_changed, 2, tmp_path) == [(True, True)] * 2
+
+
+def test_spawned_ranks_train_with_an_engine_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "spawn", spawn_from_server)
+    trainer = Trainer(total_steps=1, num_replicas=2, nproc=2, engine=Engine("cpu"))
+    assert trainer.fit(Net(), Data())

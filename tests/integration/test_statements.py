@@ -12,6 +12,7 @@ import torch
 import helios
 from helios.core import rng
 from helios.engines.engine import Engine
+from helios.errors import ArgumentError
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS
 from helios.loops.epoch import EpochLoop
@@ -451,3 +452,27 @@ def test_all_hooks_of_a_run_get_one_live_object() -> None:
     )
     assert {name for name, found in seen.items() if found} == {*CHANNELS, "plugin"}
     assert len({id(context) for found in seen.values() for context in found}) == 1
+
+
+class Doubling(Quiet):
+    """Owns the training batch."""
+
+    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
+        return batch * 2
+
+
+@pytest.mark.shows("H60")
+def test_one_plugin_may_own_a_batch_and_a_second_one_is_an_error() -> None:
+    """H60: checked when it registers, by whatever way."""
+    seen: list[float] = []
+
+    class Model(Linear):
+        def train_step(self, batch: Any, state: TrainingState) -> Any:
+            seen.append(batch.item())
+            return super().train_step(batch, state)
+
+    trainer = make_trainer(total_steps=2, plugins=[Doubling("one")])
+    trainer.fit(Model(), Numbers())
+    assert seen == [2.0, 2.0]
+    with pytest.raises(ArgumentError, match=r"process_training_batch must have one owner"):
+        trainer.plugins["two"] = Doubling("two")

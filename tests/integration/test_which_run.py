@@ -104,3 +104,15 @@ def test_a_root_without_frequency_only_loads(tmp_path: Path) -> None:
     resumed = train(tmp_path, _changed(total_steps=6, chkpt_frequency=None))
     assert sorted(resumed.records) == [5, 6]
     assert _files(tmp_path / "small") == present
+
+
+@pytest.mark.shows("S31")
+def test_another_batch_size_goes_on_at_the_stored_sample(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", _changed(total_steps=6))
+    train(tmp_path / "run", _changed(total_steps=2))
+    setting = _changed(total_steps=4, batch_size=7, options={"allow_changes": ("batch_size",)})
+    resumed = train(tmp_path / "run", setting)
+    seen = [i for n, (ids, _) in sorted(whole.records.items()) if n <= 2 for i in ids]
+    rest = [i for _, (ids, _) in sorted(resumed.records.items()) for i in ids]
+    assert [len(ids) for ids, _ in resumed.records.values()] == [7, 7]
+    assert seen + rest == [i for _, (ids, _) in sorted(whole.records.items()) for i in ids]

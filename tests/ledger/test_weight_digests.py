@@ -48,3 +48,10 @@ def test_every_change_is_seen(change: Callable[[Optimizer, list[Tensor]], None])
     assert _digest(optimizer, parameters[0]) == before
     change(optimizer, parameters)
     assert _digest(optimizer, parameters[0]) != before
+
+
+def test_the_order_of_parameters_that_a_network_names_is_not_in_it() -> None:
+    first, second = (torch.ones(2, requires_grad=True), torch.zeros(3, requires_grad=True))
+    weights = {"net.first": first, "net.second": second}
+    one, other = (SGD(order, lr=0.1) for order in ([first, second], [second, first]))
+    assert digest_weights(weights, {"sgd": one}) == digest_weights(weights, {"sgd": other})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from helios import chkpt_migrator
 from helios.migration.folder_migration import Result, migrate_checkpoints
 from tests.support import old_files as old
 
@@ -99,3 +100,17 @@ def test_a_call_anywhere_in_the_file_is_refused_and_not_made(
     assert not mark.exists()
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_command_reports_a_malicious_file_and_migrates_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = old.lay_out(tmp_path, old.FILES[0])
+    bad = tmp_path / "linear" / "linear_epoch_9_iter_9.pth"
+    torch.save({"training_state": Call(os.system, f"touch {tmp_path / 'mark'}")}, bad)
+    assert chkpt_migrator.main([str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert f"refused:\n  {bad}: " in said
+    assert "posix.system" in said or "nt.system" in said
+    assert good.with_suffix(".json").exists()
+    assert not (tmp_path / "mark").exists()

@@ -279,3 +279,10 @@ def test_a_type_of_the_users_own_is_refused_with_the_way_out(tmp_path: Path) -> 
     assert report.result is Result.REFUSED
     assert "datetime.date" in report.reason
     assert "add_safe_globals" in report.reason
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    path = old.lay_out(tmp_path, old.FILES[0])
+    assert migrate(path, is_dry=True).result is Result.PENDING
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes() == (old.GOLDEN / old.FILES[0]).read_bytes()

@@ -181,3 +181,13 @@ def test_an_option_may_be_written_in_the_ways_that_the_page_lists(
 ) -> None:
     assert getattr(make(**options), name) == value
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(("gpus", "ids"), [(None, [0, 1]), ([1], [1]), ([1, 0], [1, 0])])
+def test_the_gpus_that_are_asked_for_or_all_are_used(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[int] | None, ids: list[int]
+) -> None:
+    """H46, H48."""
+    set_gpus(monkeypatch, 2)
+    assert make(gpus=gpus).gpu_ids == ids
+    assert make(use_cpu=True).gpu_ids == []

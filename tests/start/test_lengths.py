@@ -146,3 +146,13 @@ def test_the_same_run_twice_in_one_script_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="save_name"):
         fit(tmp_path, max_epochs=1)
     assert fit(tmp_path, max_epochs=2).counters.global_step == 12
+
+
+def test_an_evaluation_returns_its_scores_as_a_mapping_that_is_true(tmp_path: Path) -> None:
+    model = fit(tmp_path, max_epochs=1)
+    trainer = helios.Trainer(max_epochs=1, chkpt_root=tmp_path, use_cpu=True)
+    scores = trainer.validate(model, make_data())
+    assert dict(scores) == {"error": float(model.metrics["error"])}
+    nothing = trainer.test(model, make_data())
+    assert nothing
+    assert not len(nothing)

@@ -252,3 +252,20 @@ def test_a_start_that_must_be_complete_refuses_a_lower_level(tmp_path: Path) -> 
     train("inductor", 8)
     # The run has had the lower level since then.
     train("inductor", 10, on_incomplete="raise")
+
+
+@pytest.mark.shows("S46")
+def test_a_state_that_is_kept_rests_on_a_word_that_was_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    word = "claimed by Ordered, tried at the first start"
+    fit(tmp_path)
+    assert [(each["level"], each["claims"]) for each in sidecars(tmp_path)] == [
+        ("restart", [word])
+    ] * 2
+    fit(tmp_path, total_steps=6)
+    assert sidecars(tmp_path)[-1]["claims"] == [word]
+    capsys.readouterr()
+    assert main(["ls", "--json", str(tmp_path)]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)["folders"]
+    assert {tuple(each["sidecar"]["claims"]) for each in listed["files"]} == {(word,)}

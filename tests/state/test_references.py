@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
+from helios.errors import StateError
 from helios.state.owners import Owner as NamedOwner
 from helios.state.owners import Owners
 from tests.state.owners import Owner, bits, resumed, started, through_a_file
@@ -248,3 +249,29 @@ def test_building_an_object_runs_no_code_of_its_class(tmp_path: Path) -> None:
     owner.late.content = 5
     again = resumed(make, through_a_file(discovery.capture(), tmp_path / "state"))
     assert again.late.content == 5
+
+
+class Tally:
+    """An object with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+@pytest.mark.shows("S68", "S76")
+def test_another_structure_is_refused_before_anything_changes() -> None:
+    owner = Owner(tally=Tally(), chosen=None, value=[0])
+    discovery = started(owner)
+    owner.chosen, owner.value[0], owner.tally.count = owner.tally, 1, 4
+    state = discovery.capture()
+    state["values"][""]["chosen"] = {"~": "ref", "name": "gone"}
+    again = Owner(tally=Tally(), chosen=None, value=[0])
+    with pytest.raises(StateError, match="chosen refers to gone"):
+        started(again).restore(state)
+    assert (again.tally.count, again.chosen, again.value) == (0, None, [0])

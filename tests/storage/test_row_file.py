@@ -94,3 +94,9 @@ def test_a_file_that_is_not_the_marked_one_is_kept_aside(
     assert "without the rows up to the checkpoint" in message
     assert (tmp_path / "rows.before-1.csv").read_bytes() == now
     assert path.read_bytes() == b"a,b\n3,4\n"
+
+
+def test_a_new_file_begins_with_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "er" / "rows.csv"
+    _write(path, "1,2\n", "3,4\n")
+    assert path.read_bytes() == b"a,b\n1,2\n3,4\n"

@@ -19,6 +19,9 @@ INTERRUPT = "interrupt"
 SIGNAL = "SIGTERM to rank 0"
 SKIP_STEP = "skip_step"
 STOP_ITERATION = "StopIteration"
+FAILED_SAVE = "failed save in flight"
+FAILED_WRITE = "failed save"
+FAILED_WRITE_CONTINUED = "failed save, going on"
 OVERFLOW = "fp16 overflow"
 EARLY_STOP = "early stop"
 IMPROVEMENT = "improvement"
@@ -34,7 +37,14 @@ class Cell(NamedTuple):
     """One decision in one training.
 
     Attributes:
+        kind: what is decided.
+        event: in which event; of the first ones from the moment on.
+        moment: when.
+        unit: what the run counts.
+        accumulation: batches of a window.
+        num_replicas: V.
         number: which poll or validation is answered with yes; how many validations end the run.
+        asking_rank: the process that decides; ``None`` for all.
     """
 
     kind: str
@@ -121,6 +131,9 @@ KINDS = (
     SIGNAL,
     SKIP_STEP,
     STOP_ITERATION,
+    FAILED_SAVE,
+    FAILED_WRITE,
+    FAILED_WRITE_CONTINUED,
     OVERFLOW,
     EARLY_STOP,
     IMPROVEMENT,
@@ -137,10 +150,13 @@ TRAININGS = [
 
 
 def _places_of(kind: str) -> Iterator[tuple[str, str, int]]:
+    """Yield event, moment and number of each decision of a kind."""
     if kind in (EARLY_STOP, IMPROVEMENT):
         yield from (("have_metrics_improved", START, number) for number in (1, 2))
     elif kind == POLL:
         yield from (("should_training_stop", START, number) for number in range(1, 11))
+    elif kind in (FAILED_WRITE, FAILED_WRITE_CONTINUED):
+        yield "on_save_checkpoint", MID, 0
     elif kind == OVERFLOW:
         for event in ("train_step", "on_backward_end"):
             yield from ((event, moment, 0) for moment in (MID, END))
@@ -150,6 +166,9 @@ def _places_of(kind: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _has(kind: str, event: str, moment: str) -> bool:
+    if kind == FAILED_SAVE:
+        # A save is in flight from the first window's end on.
+        return moment in (MID, LATE)
     is_settled = kind == SIGNAL or is_misplaced(kind, event)
     return moment != END or not is_settled
 
@@ -180,12 +199,28 @@ def _choose() -> Iterator[Cell]:
 
 CELLS = list(_choose())
 
+_ASKED_ALONE = (
+    "on_training_start",
+    "on_training_resume",
+    "on_training_epoch_start",
+    "on_training_batch_start",
+    "on_training_batch_end",
+    "on_optimizer_step_start",
+    "should_training_stop",
+    "on_validation_start",
+    "on_validation_end",
+    "have_metrics_improved",
+    "on_save_checkpoint",
+    "on_training_epoch_end",
+    "on_training_end",
+)
+
 
 def asked_by_last(cell: Cell, num_processes: int) -> Cell | None:
     """Return a cell in which the last process decides alone; ``None`` where there is none."""
     is_request = cell.kind in (REQUEST_CHECKPOINT, REQUEST_STOP, INTERRUPT)
     is_skip = cell.kind == SKIP_STEP and not is_misplaced(cell.kind, cell.event)
-    is_chosen = is_request and cell.moment != END
+    is_chosen = is_request and cell.event in _ASKED_ALONE and cell.moment != END
     if is_chosen or is_skip or cell.kind in (POLL, IMPROVEMENT, OVERFLOW):
         return cell._replace(asking_rank=num_processes - 1)
     return None
@@ -196,6 +231,7 @@ GROUPS = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 2), (3, 3))
 
 
 def cells_of(num_replicas: int, num_processes: int) -> list[Cell]:
+    """Return the cells of a number of replicas on a number of processes."""
     cells = [cell for cell in CELLS if cell.num_replicas == num_replicas]
     if num_processes > 1:
         alone = (asked_by_last(cell, num_processes) for cell in cells)
@@ -204,6 +240,7 @@ def cells_of(num_replicas: int, num_processes: int) -> list[Cell]:
 
 
 def heard_events() -> set[str]:
+    """Return the events of a fit that a plugin or the model may hear."""
     other = ("testing", "test_step", "predict")
     return {
         event.name

@@ -7,10 +7,12 @@ are sums of small integers times powers of two.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,15 +25,38 @@ import helios
 from helios.hooks.events import asks_nothing
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support import decision_cells as table
-from tests.support.decision_cells import GOLDEN, Cell, cells_of
-from tests.support.faults import committed
+from helios.storage import files
+from tests.support import faults
+from tests.support.decision_cells import (
+    EARLY_STOP,
+    FAILED_SAVE,
+    FAILED_WRITE,
+    FAILED_WRITE_CONTINUED,
+    FIRST_ITERATION,
+    GOLDEN,
+    GROUPS,
+    IMPROVEMENT,
+    INTERRUPT,
+    MID,
+    OVERFLOW,
+    POLL,
+    REQUEST_CHECKPOINT,
+    REQUEST_STOP,
+    RESUME,
+    SIGNAL,
+    SKIP_STEP,
+    STOP_ITERATION,
+    TRIAL,
+    Cell,
+    cells_of,
+)
 from tests.support.ranks import run_ranks
 from tests.support.runs import RETURNS
 
 __all__ = ["GOLDEN", "expected", "golden_table", "parse", "play"]
 BATCHES = 5
 _STEP_METHODS = ("train_step", "valid_step", "have_metrics_improved")
+_GATE_SECONDS = 120
 _GROUP_SECONDS = 250
 
 
@@ -100,20 +125,28 @@ class Seen:
 
 
 class Deed:
-    """Does what a cell decides, once, when its moment has come."""
+    """Does what a cell decides, once, when its moment has come.
 
-    def __init__(self, cell: Cell, seen: Seen, *, is_asking: bool) -> None:
-        self._cell, self._seen = cell, seen
+    Args:
+        cell: the cell.
+        seen: what the training shows.
+        is_asking: whether this process decides anything.
+        gate: is opened where a save is to fail.
+    """
+
+    def __init__(self, cell: Cell, seen: Seen, *, is_asking: bool, gate: threading.Event) -> None:
+        self._cell, self._seen, self._gate = cell, seen, gate
         self._is_asking = is_asking
         self._tellings: dict[str, int] = {}
         self._last = -1
         self._is_done = False
 
     def act(self, event: str) -> Any:
+        """Return the answer of the receiver, if it has one."""
         if event != self._cell.event:
             return None
         number = self._tellings[event] = self._tellings.get(event, 0) + 1
-        if self._cell.kind in (table.POLL, table.IMPROVEMENT):
+        if self._cell.kind in (POLL, IMPROVEMENT):
             return self._is_asking and number == self._cell.number
         if not self._is_its_moment(number):
             return None
@@ -122,35 +155,38 @@ class Deed:
 
     def _is_its_moment(self, number: int) -> bool:
         cell, context = self._cell, self._seen.context
-        if self._is_done or cell.kind == table.EARLY_STOP:
+        if self._is_done or cell.kind == EARLY_STOP:
             return False
-        if context is None or cell.moment not in table.FIRST_ITERATION:
+        if context is None or cell.moment not in FIRST_ITERATION:
             return True
-        if cell.moment == table.TRIAL:
-            return bool(context.is_sanity_check) or "sanity_check" in cell.event
+        if cell.moment == TRIAL:
+            return bool(context.is_sanity_check) or "validation" not in cell.event
         iteration = context.state.global_iteration
         if cell.is_late:
             # The second poll of an iteration stands behind a validation or an epoch.
             was_asked, self._last = self._last == iteration, iteration
-            return was_asked and iteration >= table.FIRST_ITERATION[cell.moment]
-        return bool(iteration >= table.FIRST_ITERATION[cell.moment])
+            return was_asked and iteration >= FIRST_ITERATION[cell.moment]
+        return bool(iteration >= FIRST_ITERATION[cell.moment])
 
     def _do(self) -> Any:
         context, kind = self._seen.context, self._cell.kind
-        if kind == table.REQUEST_CHECKPOINT:
+        if kind == REQUEST_CHECKPOINT:
             context.request_checkpoint()
-        elif kind == table.REQUEST_STOP:
+        elif kind == REQUEST_STOP:
             context.request_stop("enough")
-        elif kind == table.INTERRUPT:
+        elif kind == INTERRUPT:
             context.interrupt("the time is over")
-        elif kind == table.SKIP_STEP:
+        elif kind == SKIP_STEP:
             context.skip_step("on purpose")
-        elif kind == table.STOP_ITERATION:
+        elif kind == STOP_ITERATION:
             raise StopIteration
-        elif kind == table.OVERFLOW:
+        elif kind == OVERFLOW:
             return self._overflow()
-        elif kind == table.SIGNAL:
+        elif kind == SIGNAL:
             os.kill(os.getpid(), signal.SIGTERM)
+        elif kind == FAILED_SAVE:
+            self._gate.set()
+            faults.join_writer()
         return None
 
     def _overflow(self) -> float | None:
@@ -180,7 +216,7 @@ def _watcher(seen: Seen, deed: Deed, cell: Cell) -> Plugin:
         seen.saves.append(checkpoint["training_state"]["global_iteration"])
 
     def ask_for_save(self: Any, state: TrainingState, should_log: bool) -> None:
-        if state.global_iteration == 3:
+        if state.global_iteration == number:
             self.context.request_checkpoint()
 
     methods: dict[str, Callable[..., Any]] = {
@@ -190,7 +226,9 @@ def _watcher(seen: Seen, deed: Deed, cell: Cell) -> Plugin:
         "on_training_step_end": on_step_end,
         "on_save_checkpoint": on_save,
     }
-    if cell.event == "on_save_checkpoint" and cell.unit == "epoch":
+    # A save that is in flight from the first window on, or one inside of an epoch.
+    number = 1 if cell.kind == FAILED_SAVE else 3
+    if number == 1 or (cell.event == "on_save_checkpoint" and cell.unit == "epoch"):
         methods["on_training_batch_end"] = ask_for_save
     if cell.event not in _STEP_METHODS:
         methods[cell.event] = _hearing(cell.event, methods.get(cell.event), deed)
@@ -209,28 +247,57 @@ def _hearing(event: str, usual: Callable[..., Any] | None, deed: Deed) -> Callab
 
 def _make_trainer(cell: Cell, folder: Path, *plugins: Plugin) -> helios.Trainer:
     is_by_epoch = cell.unit == "epoch"
+    fails = cell.kind in (FAILED_SAVE, FAILED_WRITE)
+    store = helios.CheckpointStore(
+        is_async=cell.kind == FAILED_SAVE,
+        digest=False,
+        on_save_error="raise" if fails else "continue",
+    )
     return helios.Trainer(
         train_unit=cell.unit,
         total_steps=2 if is_by_epoch else 8 // cell.accumulation,
         valid_frequency=1 if is_by_epoch else 2,
-        chkpt_frequency=2 if is_by_epoch else 3,
+        chkpt_frequency=100 if cell.kind == FAILED_SAVE else 2 if is_by_epoch else 3,
         print_frequency=2,
-        sanity_steps=int(cell.moment == table.TRIAL),
+        sanity_steps=int(cell.moment == TRIAL),
         accumulation_steps=cell.accumulation,
-        early_stop_cycles={table.EARLY_STOP: cell.number, table.IMPROVEMENT: 1}.get(cell.kind),
+        early_stop_cycles={EARLY_STOP: cell.number, IMPROVEMENT: 1}.get(cell.kind),
         use_cpu=True,
-        precision="fp16" if cell.kind == table.OVERFLOW else None,
+        precision="fp16" if cell.kind == OVERFLOW else None,
         chkpt_root=folder,
         num_replicas=cell.num_replicas,
         plugins=plugins,
-        store=helios.CheckpointStore(is_async=False, digest=False),
+        store=store,
         print_banner=False,
         signals=RETURNS,
     )
 
 
+class _FailingFiles:
+    """Lets rank 0 fail to commit a checkpoint: at once, or when the gate is opened."""
+
+    def __init__(self, cell: Cell, gate: threading.Event, rank: int) -> None:
+        is_failing = cell.kind in (FAILED_SAVE, FAILED_WRITE, FAILED_WRITE_CONTINUED)
+        self._is_used = is_failing and rank == 0
+        self._waits = cell.kind == FAILED_SAVE
+        self._gate = gate
+        self._replace = files.replace
+
+    def __enter__(self) -> None:
+        if self._is_used:
+            files.replace = self._fail
+
+    def __exit__(self, *error: object) -> None:
+        files.replace = self._replace
+
+    def _fail(self, source: Path, target: Path) -> None:
+        if self._waits and not self._gate.wait(_GATE_SECONDS):
+            raise AssertionError("the cell's moment never came")
+        raise OSError(errno.ENOSPC, "no space, on purpose", str(target.name))
+
+
 class Outcome(NamedTuple):
-    """What a process sees of a cell: its end, its saves, and what it learned."""
+    """What a process sees of a cell: its end, the saves it was told of, and what it learned."""
 
     end: str
     saves: tuple[int, ...]
@@ -244,22 +311,23 @@ class Outcome(NamedTuple):
 
 
 def _play(rank: int, cell: Cell, folder: Path) -> Outcome:
-    if cell.moment == table.RESUME:
+    if cell.moment == RESUME:
         first = cell._replace(
-            kind=table.INTERRUPT, event="on_training_batch_end", moment=table.MID, asking_rank=None
+            kind=INTERRUPT, event="on_training_batch_end", moment=MID, asking_rank=None
         )
         _fit(rank, first, folder)
     return _fit(rank, cell, folder)
 
 
 def _fit(rank: int, cell: Cell, folder: Path) -> Outcome:
-    seen = Seen()
+    seen, gate = Seen(), threading.Event()
     is_asking = rank == cell.asking_rank or cell.asking_rank is None
-    deed = Deed(cell, seen, is_asking=is_asking)
+    deed = Deed(cell, seen, is_asking=is_asking, gate=gate)
     trainer = _make_trainer(cell, folder, _watcher(seen, deed, cell))
     model = Learner(deed.act)
     try:
-        ended = str(trainer.fit(model, Multiples(cell.num_replicas)))
+        with _FailingFiles(cell, gate, rank):
+            ended = str(trainer.fit(model, Multiples(cell.num_replicas)))
     except Exception as error:
         ended = type(error).__name__
     state, place = seen.context.state, seen.context.place
@@ -290,7 +358,7 @@ def play(cells: list[Cell], num_processes: int = 1) -> dict[Cell, str]:
             ranks = run_ranks(_play_all, num_processes, cells, root, timeout=_GROUP_SECONDS)
         found = {}
         for number, (cell, *seen) in enumerate(zip(cells, *ranks, strict=True)):
-            kept = committed(root / str(number) / "run")
+            kept = faults.committed(root / str(number) / "run")
             # Where processes do not see the same, all of it is told.
             texts = dict.fromkeys(outcome.show(kept) for outcome in seen)
             found[cell] = " BUT ".join(texts)
@@ -299,14 +367,14 @@ def play(cells: list[Cell], num_processes: int = 1) -> dict[Cell, str]:
 
 def name_of(cell: Cell, num_processes: int) -> str:
     """Return the name of a line that holds for one number of processes only."""
-    is_alone = cell.asking_rank == num_processes - 1 and cell.kind != table.SIGNAL
+    is_alone = cell.asking_rank == num_processes - 1 and cell.kind != SIGNAL
     return f"{cell} / P={num_processes}{', the last one alone' if is_alone else ''}"
 
 
 def golden_table() -> str:
     """Return the text of the golden file, as the code makes it; takes a minute."""
     lines: dict[str, str] = {}
-    for num_replicas, num_processes in table.GROUPS:
+    for num_replicas, num_processes in GROUPS:
         cells = cells_of(num_replicas, num_processes)
         for cell, outcome in play(cells, num_processes).items():
             if num_processes == 1:
@@ -317,8 +385,10 @@ def golden_table() -> str:
 
 
 def parse(text: str) -> dict[str, str]:
+    """Return the lines of the golden file by their names."""
     return dict(line.split(": ", 1) for line in text.splitlines())
 
 
 def expected(golden: dict[str, str], cell: Cell, num_processes: int) -> str:
+    """Return what should happen in a cell on a number of processes."""
     return golden.get(name_of(cell, num_processes), golden[str(cell)])

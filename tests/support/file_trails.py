@@ -149,6 +149,9 @@ class Told(Plugin):
         if self.trail is not None:
             self.trail.add(f"{name}()")
 
+    def setup(self) -> None:
+        self._tell("setup")
+
     def on_training_step_start(self, state: TrainingState) -> None:
         self._tell("on_training_step_start")
         if state.global_iteration == self.dies_at:
@@ -167,7 +170,7 @@ def _make_teller(name: str) -> Callable[..., None]:
 
 
 for _name in (
-    *("setup", "on_load_checkpoint", "on_checkpoint_loaded", "on_fit_start", "on_training_start"),
+    *("on_load_checkpoint", "on_checkpoint_loaded", "on_fit_start", "on_training_start"),
     *("on_training_resume", "on_testing_start", "on_testing_end", "on_save_checkpoint"),
     *("on_training_end", "on_exception", "on_fit_end", "teardown"),
 ):

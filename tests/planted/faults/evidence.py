@@ -44,7 +44,7 @@ def a_line_leaves_out_the_samples(add_up, block, contents, indices):
     return add_up(block, contents, None)
 
 
-@fault("helios.storage.content_hash:_factor", WRITER)
+@fault("helios.storage.content_hash:factor_of", WRITER)
 def the_hash_of_samples_leaves_out_the_replica(factor, replica):
     return factor(0)
 
