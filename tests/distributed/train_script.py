@@ -7,6 +7,7 @@ options; where a training is killed, the kill happens once, marked by a file.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 import helios
 from helios.distributed.collectives import get_global_rank
@@ -24,17 +26,26 @@ from helios.distributed.process_groups import is_dist_active
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins import CSVLogger, Plugin, Profiler
 from helios.state import TrainingState
-from tests.support.quiet import Quiet
-from tests.support.runs import IndexModule, Setting, digest
+from tests.support.runs import digest
 
 
-class Module(IndexModule):
+class Points(Dataset):
+    """Samples with noise of their own."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.sin(torch.arange(5) * (index + 1.0)) + 0.1 * torch.rand(5)
+
+
+class Module(helios.DataModule):
     """The data; one process of a machine prepares it."""
 
     unsaved = ("options",)
 
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__(Setting(batch_size=2, num_workers=int(options.fault == "wait")))
+        super().__init__()
         self.options = options
 
     def prepare_data(self) -> None:
@@ -46,7 +57,13 @@ class Module(IndexModule):
                 file.write(f"{os.getpid()}\n")
 
     def setup(self) -> None:
-        super().setup()
+        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
+        workers = dataclasses.replace(params, num_workers=1)
+        waits = self.options.fault == "wait"
+        self._train_dataset = self._create_dataset(Points(), workers if waits else params)
+        self._valid_dataset = self._create_dataset(Points(), params)
+        self._test_dataset = self._create_dataset(Points(), params)
+        self._predict_dataset = self._create_dataset(Points(), params)
         # No other process could be given this.
         self.odd = lambda index: index
 
@@ -78,13 +95,13 @@ class Net(helios.Model):
         return batch[0].tolist()
 
 
-class Faults(Quiet):
+class Faults(Plugin):
     """Reports from the ranks, and does to them what a test asks for."""
 
     unsaved = ("options",)
 
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__()
+        super().__init__("faults")
         self.options = options
 
     def setup(self) -> None:
@@ -128,6 +145,7 @@ class OwnLoop(OptimizerLoop):
 
 
 def find_loop(trainer: helios.Trainer) -> Any:
+    """Return the loop that trains on a batch."""
     loop: Any = trainer.fit_loop
     return loop.epoch_loop.batch_loop.optimizer_loop
 
@@ -152,6 +170,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
+    """Train, and return what the process knows afterwards."""
     options = parse(arguments)
     folder = options.folder
     writers: list[Plugin] = []

@@ -6,7 +6,6 @@ Each runs in a process of its own, since deterministic algorithms must be chosen
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import helios
 from tests.distributed.test_elastic import Interrupt
 from tests.support.elastic import Elastic, assert_same, read_bits, train
-from tests.support.token_run import EXACT_GPU
+from tests.support.token_run import EXACT_GPU, start
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,20 +28,11 @@ def make_setting(num_replicas: int, **options: Any) -> Elastic:
     return Elastic(num_replicas=num_replicas, total_steps=9, options=given)
 
 
-def start(folder: Path, setting: Elastic, *plugins: Any) -> int:
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=train, args=(folder, setting, *plugins))
-    process.start()
-    process.join(300)
-    assert process.exitcode is not None
-    return process.exitcode
-
-
 def test_the_level_is_elastic_with_deterministic_algorithms_only(tmp_path: Path) -> None:
     levels = []
     for name, is_deterministic in (("exact", True), ("plain", False)):
         setting = make_setting(2, enable_deterministic=is_deterministic)
-        assert start(tmp_path / name, setting) == 0
+        assert start(train, tmp_path / name, setting) == 0
         newest = helios.find_last_checkpoint(tmp_path / name / "elastic")
         assert newest is not None
         levels.append(json.loads(newest.with_suffix(".json").read_text())["level"])
@@ -53,9 +43,9 @@ def test_the_level_is_elastic_with_deterministic_algorithms_only(tmp_path: Path)
 def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
     one = make_setting(2)
     two = make_setting(2, gpus=[0, 1])
-    assert start(tmp_path / "one", one) == 0
-    assert start(tmp_path / "two", two) == 0
+    assert start(train, tmp_path / "one", one) == 0
+    assert start(train, tmp_path / "two", two) == 0
     assert_same(read_bits(tmp_path / "two"), read_bits(tmp_path / "one"))
-    assert start(tmp_path / "both", two, Interrupt(3, 1)) == 0
-    assert start(tmp_path / "both", one) == 0
+    assert start(train, tmp_path / "both", two, Interrupt(3, 1)) == 0
+    assert start(train, tmp_path / "both", one) == 0
     assert_same(read_bits(tmp_path / "both"), read_bits(tmp_path / "one"))

@@ -13,7 +13,7 @@ import torch
 import helios
 from helios.engines.precision import Precision
 from helios.state import TrainingState
-from tests.support.kills import KillAt
+from tests.support.elastic import KillRank
 from tests.support.quiet import Quiet
 from tests.support.token_run import EXACT_GPU, NAME, TokenRun, read_tokens, start_tokens
 
@@ -36,7 +36,7 @@ def read_sidecar(folder: Path) -> dict[str, Any]:
 
 def assert_kill_changes_nothing(folder: Path, run: TokenRun, expected: dict[str, Any]) -> None:
     """Kill the run in the middle of its last epoch, go on, and compare."""
-    kill = KillAt("on_backward_end", run.last - 1)
+    kill = KillRank("on_backward_end", run.last - 1, None)
     assert start_tokens(folder, run, kill) == -signal.SIGKILL
     assert read_sidecar(folder)["epoch"] == run.num_epochs - 1
     assert start_tokens(folder, run) == 0
@@ -80,7 +80,7 @@ def test_a_worker_that_dies_beside_the_thread_that_pins_changes_no_bit(tmp_path:
 
 def test_a_network_that_inductor_compiles_has_the_level_order(tmp_path: Path) -> None:
     run = TokenRun(EXACT_GPU, backend="inductor")
-    kill = KillAt("on_backward_end", run.last - 1)
+    kill = KillRank("on_backward_end", run.last - 1, None)
     assert start_tokens(tmp_path, run, kill) == -signal.SIGKILL
     assert start_tokens(tmp_path, run) == 0
     assert read_sidecar(tmp_path)["level"] == "order"

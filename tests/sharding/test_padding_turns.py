@@ -49,6 +49,7 @@ class Moving(helios.Model):
         self.net.register_buffer("calls", torch.zeros(()), persistent=False)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.count, self.seen = 0, {"words": [0]}
+        self.draws = torch.Generator().manual_seed(1)
         self.rows = torch.zeros(2, 3)
         self.row = self.rows[1]
 
@@ -57,6 +58,7 @@ class Moving(helios.Model):
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
         if state.global_iteration >= self.since:
+            torch.rand(1, generator=self.draws)
             self.net.calls += 1
             self.row += 1.0
             self.fresh = self.count = self.count + 1
@@ -77,6 +79,7 @@ def _fit(rank: int, folder: Path, since: int) -> list[Any]:
     for _ in range(count):
         torch.rand(1, generator=again)
     assert again.get_state().equal(plugin.own.get_state())
+    assert again.get_state().equal(model.draws.get_state())
     return [count, *(float(each.sum()) for each in model.net.buffers())]
 
 

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +153,12 @@ def train_tokens(folder: Path, run: TokenRun, plugins: Iterable[Plugin] = ()) ->
 
 
 def start_tokens(folder: Path, run: TokenRun, *plugins: Plugin) -> int:
+    return start(train_tokens, folder, run, plugins)
+
+
+def start(train: Callable[..., Any], *given: Any) -> int:
     """Train in a process of its own; returns its exit code."""
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=train_tokens, args=(folder, run, plugins))
+    process = multiprocessing.get_context("spawn").Process(target=train, args=given)
     process.start()
     process.join(300)
     assert process.exitcode is not None, "the training did not end within 300 s"
