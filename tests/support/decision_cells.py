@@ -216,23 +216,6 @@ _ASKED_ALONE = (
 )
 
 
-_ASKED_ALONE = (
-    "on_training_start",
-    "on_training_resume",
-    "on_training_epoch_start",
-    "on_training_batch_start",
-    "on_training_batch_end",
-    "on_optimizer_step_start",
-    "should_training_stop",
-    "on_validation_start",
-    "on_validation_end",
-    "have_metrics_improved",
-    "on_save_checkpoint",
-    "on_training_epoch_end",
-    "on_training_end",
-)
-
-
 def asked_by_last(cell: Cell, num_processes: int) -> Cell | None:
     """Return a cell in which the last process decides alone; ``None`` where there is none."""
     is_request = cell.kind in (REQUEST_CHECKPOINT, REQUEST_STOP, INTERRUPT)
