@@ -101,7 +101,7 @@ def fingerprint_indices(indices: Any) -> int:
     Args:
         indices: a list of them; a single one if batches are not collated.
     """
-    numbers = indices if type(indices) is list else [indices]
+    numbers = indices if isinstance(indices, list) else [indices]
     try:
         digest = blake2b(array("q", numbers), digest_size=8).digest()
     except (TypeError, OverflowError):
