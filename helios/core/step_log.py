@@ -20,7 +20,7 @@ class StepLog:
         find_size: returns the number of samples of the batch; ``None`` if it is unknown.
 
     Attributes:
-        sums: the sum and the weight of each name.
+        sums: the sum and the weight of each name; its reader begins with an empty table again.
     """
 
     def __init__(self, find_size: Callable[[], int | None]) -> None:
@@ -53,11 +53,6 @@ class StepLog:
             self.sums[name] = value * weight, weight
         else:
             self.sums[name] = known[0] + value * weight, known[1] + weight
-
-    def take(self) -> dict[str, tuple[Any, float]]:
-        """Return the sums so far, and clear them."""
-        sums, self.sums = self.sums, {}
-        return sums
 
 
 def _check(name: str, value: Any) -> float | Tensor:

@@ -375,7 +375,8 @@ class ScoringLoop(EvaluationLoop):
         suffix = f"/{self.source.name or self._loader}" if len(self._sources) > 1 else ""
         self._totals[replica].add(result, suffix, size=size)
         if self._log is not None and self._log.sums:
-            self._totals[replica].add(self._log.take(), suffix)
+            logged, self._log.sums = self._log.sums, {}
+            self._totals[replica].add(logged, suffix)
 
     def _compare(self) -> None:
         if not self._run.is_sanity_check:

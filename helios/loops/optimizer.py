@@ -232,7 +232,8 @@ class OptimizerLoop(Loop):
                     num_shared += 1
                     self._backward(each)
             if self._log.sums:
-                self._iteration.loss_means.add_beside(runner.replica, self._log.take())
+                logged, self._log.sums = self._log.sums, {}
+                self._iteration.loss_means.add_beside(runner.replica, logged)
             if runner.has_collected:
                 self._end_step(num_shared, watch)
             else:
