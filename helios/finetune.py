@@ -446,7 +446,8 @@ def _open_folder(folder: Path, stack: ExitStack) -> dict[str, _Entry]:
         names = ", ".join(path.name for path in found) or "none"
         raise CheckpointError(
             f"{folder} must hold the weights of one model: one of {', '.join(_OF_FOLDERS)}, found "
-            f"{names}. Pass the path of a file."
+            f"{names}. Pass the path of a file; of a run, that of its best checkpoint is "
+            "helios.find_best_checkpoint(folder)."
         )
     (path,) = found
     if path.suffix != ".json":

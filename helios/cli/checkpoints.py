@@ -72,7 +72,11 @@ def find_checkpoint(place: str, *, takes_best: bool) -> Path:
         return folder.start or folder.files[-1].path
     ranking = rank_files(folder.files)
     if ranking.path is None:
-        raise CheckpointError(f"No checkpoint in {path} has a score to rank it. Pass a file.")
+        why = "no rule" if ranking.rule is None else "no score"
+        raise CheckpointError(
+            f"Nothing says which checkpoint in {path} is the best: they have {why} to rank them. "
+            "Pass a file, or train with CheckpointStore(keep_best=KeepBest(...))."
+        )
     if ranking.lacks_best:
         output.warn(f"the best validation has no checkpoint: {ranking.best}.")
     return ranking.path

@@ -229,10 +229,11 @@ def write_report(namespace: argparse.Namespace) -> Answer:
 
 
 def compare_results(namespace: argparse.Namespace) -> Answer:
-    """List runs, the best one first: their differences and scores.
+    """List runs, or all runs in a folder: their differences and scores.
 
-    The scores are those of each run's best validation. Below are mean and standard
-    deviation of runs that differ in their seeds only.
+    If one rule says which validation is the best, the scores are those of each
+    run's best validation, and the best run is the first. Below are mean and
+    standard deviation of runs that differ in their seeds only.
 
     Exit code 0: compared. 2: wrong usage, or a run has no files.
     """
@@ -291,5 +292,7 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     report.add_argument("path", metavar="RUN", help="the folder of a run, or a checkpoint in it")
     report.add_argument("--out", metavar="FILE", help="instead of report.html in the folder")
     compare = add("compare", compare_results, "helios compare RUN [RUN ...] [options]")
-    compare.add_argument("folders", nargs="+", metavar="RUN", help="the folders of the runs")
+    compare.add_argument(
+        "folders", nargs="+", metavar="RUN", help="the folder of a run, or one of several"
+    )
     compare.add_argument("--plot", metavar="FILE", help="draw their curves: .png, .svg or .pdf")

@@ -7,6 +7,7 @@ at the end. A data module also works without a trainer.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -144,7 +145,7 @@ class DataModule(ABC):
 
         Raises:
             ArgumentError: if an option is invalid.
-            ArgumentTypeError: for a ``DataLoader`` that is not plain.
+            ArgumentTypeError: for a name that is no option, or a ``DataLoader`` that is not plain.
 
         Example:
             >>> data = DataModule.from_datasets(train=range(8), valid=range(4), batch_size=2)
@@ -152,8 +153,14 @@ class DataModule(ABC):
             (4, [tensor([0, 1]), tensor([2, 3])])
         """
         given = {"train": train, "valid": valid, "test": test, "predict": predict}
-        # A name that is no option is a TypeError, also if all data has options of its own.
-        DataLoaderParams(**params)
+        names = [*given, *(each.name for each in dataclasses.fields(DataLoaderParams))]
+        for odd in params.keys() - names:
+            close = difflib.get_close_matches(odd, names, n=1)
+            raise ArgumentTypeError(
+                f"DataModule.from_datasets({odd}=...) must be a data set (train, valid, test, "
+                "predict) or an option of DataLoaderParams. "
+                f"Did you mean {(*close, 'batch_size')[0]}?"
+            )
         return _FromDatasets(given, params)
 
     @property

@@ -128,6 +128,8 @@ def _takes_in_place(signature: inspect.Signature, names: tuple[str, ...], event:
         if parameter.kind is parameter.VAR_POSITIONAL:
             break
         is_other = parameter.name in everything or name in signature.parameters
+        # As other trainers call it, and users would compute with it.
+        is_other |= parameter.name == "batch_idx" and name == "state"
         if parameter.name != name and (is_other or name in event.optional):
             return False
     return _accepts(signature, names, (), event)

@@ -262,18 +262,32 @@ def find_ledger(place: str | Path) -> Path:
         LedgerError: if there is none, or more than one run.
     """
     path = as_local_path("The run", place)
-    return path if path.is_file() else find_folder(path, (FILE_NAME,)) / FILE_NAME
+    if path.is_file():
+        return path
+    return require_one(path, find_folders(path, (FILE_NAME,))) / FILE_NAME
 
 
-def find_folder(place: Path, names: Sequence[str]) -> Path:
-    """Return the folder of a run: the given one, or the only one directly below it.
+def require_one(place: Path, found: Sequence[Path]) -> Path:
+    """Return the only run that was found in a place.
+
+    Raises:
+        LedgerError: if there are several.
+    """
+    if len(found) > 1:
+        shown = ", ".join(each.name for each in found)
+        raise LedgerError(f"{place} holds several runs: {shown}. Pass the folder of one.")
+    return found[0]
+
+
+def find_folders(place: Path, names: Sequence[str]) -> list[Path]:
+    """Return the folders of runs: the given one, or those directly below it.
 
     Args:
         place: the folder.
         names: of the files of which a run has at least one there.
 
     Raises:
-        LedgerError: if there is none, or more than one.
+        LedgerError: if there is none.
     """
 
     def is_run(folder: Path) -> bool:
@@ -281,16 +295,13 @@ def find_folder(place: Path, names: Sequence[str]) -> Path:
 
     below = sorted(place.glob("*/")) if place.is_dir() else []
     found = [place] if is_run(place) else [folder for folder in below if is_run(folder)]
-    if len(found) == 1:
-        return found[0]
     if not found:
         raise LedgerError(
             f"There is no {' or '.join(names)} in {place} or directly below it. A run writes it "
             'next to its checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a '
             "run."
         )
-    shown = ", ".join(each.name for each in found)
-    raise LedgerError(f"{place} holds several runs: {shown}. Pass the folder of one.")
+    return found
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

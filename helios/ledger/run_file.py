@@ -303,10 +303,19 @@ def find_run(place: str | Path) -> Path:
     Raises:
         LedgerError: if there is no such file, or more than one run.
     """
+    return book.require_one(as_local_path("The run", place), find_runs(place))
+
+
+def find_runs(place: str | Path) -> list[Path]:
+    """Return the folders of all runs that :func:`find_run` would look at, at least one.
+
+    Raises:
+        LedgerError: if there is none.
+    """
     path = as_local_path("The run", place)
     if path.is_file() and path.name in FILE_NAMES:
-        return path.parent
-    return book.find_folder(path, FILE_NAMES)
+        return [path.parent]
+    return book.find_folders(path, FILE_NAMES)
 
 
 def read_run(folder: Path) -> RunFacts:

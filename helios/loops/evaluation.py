@@ -334,7 +334,7 @@ class Totals:
         ):
             raise UsageError(
                 f"Model.{self._step_name} must return None or a dict {{name: (sum, weight)}}, "
-                f"got {result!r}."
+                f'got {result!r}. Log a mean instead: self.log("loss", loss).'
             )
         for name, item in result.items():
             known = self.sums.get(name + suffix, (0.0, 0.0))

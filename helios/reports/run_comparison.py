@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from helios.best import BestRule, rank_by_score
-from helios.ledger.run_file import RunFacts, find_differences, find_run, read_run
+from helios.ledger.run_file import RunFacts, find_differences, find_runs, read_run
 
 _MOST_CHARACTERS = 40
 # Squares of larger numbers are not finite.
@@ -58,7 +58,7 @@ class RunComparison:
         shown: which scores these are.
         settings: names of what differs.
         scores: names of the scores.
-        rows: the runs, the best first.
+        rows: the runs, the best first; in the given order if they have no rule in common.
         groups: runs that differ only in their seeds, the best mean first.
     """
 
@@ -76,7 +76,7 @@ def read_runs(places: Sequence[str | Path]) -> dict[str, RunFacts]:
     Raises:
         LedgerError: if a run has no files, or if one cannot be read.
     """
-    found = [read_run(find_run(place)) for place in places]
+    found = [read_run(folder) for place in places for folder in find_runs(place)]
     names = [run.name for run in found]
     return {str(run.folder) if names.count(run.name) > 1 else run.name: run for run in found}
 
@@ -88,14 +88,16 @@ def compare_runs(runs: Mapping[str, RunFacts]) -> RunComparison:
     bests = [run.best for run in runs.values()]
     rules = {best.rule for best in bests if best is not None}
     rule = rules.pop() if len(rules) == 1 else None
-    shown = "last validation" if rule is None else f"best validation by {rule}"
+    shown = f"best validation by {rule}"
+    if rule is None:
+        shown = "last validation, in the given order: no rule of the best is common to all"
     rows = []
     for number, (name, run, best) in enumerate(zip(runs, runs.values(), bests, strict=True)):
         scores = run.find_last_scores() if rule is None else best.scores if best is not None else {}
         own = {key: values[number] for key, values in settings.items()}
         rows.append(ComparedRun(name, own, dict(scores)))
     if not any(row.scores for row in rows):
-        shown = "last iteration: its losses"
+        shown = "last iteration, in the given order: its losses"
         for row, run in zip(rows, runs.values(), strict=True):
             row.scores = run.find_last_losses()
     rows = _rank(rows, [row.scores for row in rows], rule)

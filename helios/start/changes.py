@@ -208,11 +208,21 @@ def reconcile(
     *,
     state: TrainingState,
     cursor: Cursor,
+    keeps_settings: bool,
 ) -> list[str]:
     """Compare what defines the run with the checkpoint; returns changes as ``name: old -> new``.
 
     After an allowed change of data set, length, shuffle, sampler or seed, the current epoch starts
     over; with another batch size it continues at the stored sample.
+
+    Args:
+        stored: the definition in the checkpoint.
+        present: that of this start.
+        options: the options.
+        state: the counters.
+        cursor: the position in the data.
+        keeps_settings: whether ``setup`` has made other settings of optimizers, which the run does
+            not take.
 
     Raises:
         RunMismatchError: for a change that was not allowed.
@@ -231,10 +241,14 @@ def reconcile(
     allowed = options.allow_changes
     refused = [name for name in changed if not any(allows(known, name) for known in allowed)]
     if refused:
+        wanted = list(refused)
+        if keeps_settings and any(name.startswith("params.") for name in refused):
+            # A declared rate is the optimizer's, too, which would keep its own.
+            wanted.append(_OPTIMIZER)
         raise RunMismatchError(
             "The run cannot resume, because what defines it has changed since its checkpoint: "
             f"{'; '.join(changed[name] for name in refused)}. Undo the change, allow it with "
-            f"Trainer(allow_changes={tuple_text(refused)}) to continue with it, or pass another "
+            f"Trainer(allow_changes={tuple_text(wanted)}) to continue with it, or pass another "
             "save_name to start a new run."
         )
     if any(name in _RESTARTING for name in changed):
@@ -388,6 +402,11 @@ class StartChanges:
         """All values that hold, by name."""
         found = self.options[KEY]
         return {**found["settings"], **found["kept"], **found["values"]}
+
+    @property
+    def keeps_settings(self) -> bool:
+        """Whether the run keeps settings of optimizers that ``setup`` has made otherwise."""
+        return bool(self.options.get(KEY, {}).get("kept"))
 
     def report(self) -> list[str]:
         """Warn of all that differs; returns what takes effect, to be recorded."""

@@ -227,15 +227,15 @@ def choose_checkpoint(run: Run, asked: Choice, *, has_fitted: bool) -> Checkpoin
         return CheckpointChoice(is_required=run.trained is None and not has_own)
     if not isinstance(asked, str | Path):
         raise ArgumentTypeError(
-            'Trainer.test(checkpoint=...) must be "best", "newest", a file or None, got '
+            'checkpoint=... must be "best", "newest", a file or None, got '
             f"{asked!r}. Omit it for the newest one."
         )
     if asked not in ("best", "newest"):
-        path = as_local_path("Trainer.test(checkpoint=...)", asked)
+        path = as_local_path("checkpoint=...", asked)
         return CheckpointChoice(path, is_required=True)
     if options.chkpt_root is None:
         raise ArgumentError(
-            f"Trainer.test(checkpoint={asked!r}) must be used with a folder of checkpoints, got "
+            f"checkpoint={asked!r} must be used with a folder of checkpoints, got "
             "none. Pass Trainer(chkpt_root=...), or the path of a file."
         )
     if asked == "newest":
@@ -259,7 +259,7 @@ def require_present(run: Run) -> None:
     if choice.path is not None:
         if not file_names.is_present(choice.path):
             raise CheckpointError(
-                'Trainer.test(checkpoint=...) must be "best", "newest" or a checkpoint file, but '
+                'checkpoint=... must be "best", "newest" or a checkpoint file, but '
                 f"there is no file at {choice.path}. {_describe(folder)}".rstrip()
             )
     elif choice.is_required and folder is None:
@@ -345,15 +345,15 @@ def _rank(folder: RunFolder, rule: BestRule | None, run_name: str) -> Ranking:
         return ranking
     if ranking.rule is None:
         raise ArgumentError(
-            'Trainer.test(checkpoint="best") must be used with one score that decides, got none, '
-            'or several. Pass Trainer(store=CheckpointStore(keep_best=KeepBest(1, "loss", '
+            'checkpoint="best" needs one score that decides, but the run has none or several. Pass '
+            'Trainer(store=CheckpointStore(keep_best=KeepBest(1, "loss", '
             'mode="min"))), as for the training.'
         )
     names = sorted({name for entry in known for name in entry.metrics})
     metric = ranking.rule.metric
     best = "" if ranking.best is None else f"The best validation: {ranking.best}. "
     raise CheckpointError(
-        f'Trainer.test(checkpoint="best") needs a checkpoint of the run {run_name!r} with the '
+        f'checkpoint="best" needs a checkpoint of the run {run_name!r} with the '
         f"score{'' if metric is None else f' {metric!r}'}, but there is none. "
         f"{best}{_describe(folder)}Their scores: {', '.join(names) or 'none'}. Fix the metric, or "
         "set chkpt_frequency and valid_frequency so that a checkpoint follows a validation."

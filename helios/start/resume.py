@@ -201,6 +201,7 @@ def _note_changes(
         options,
         state=state,
         cursor=cursor,
+        keeps_settings=training.setup_changes.keeps_settings,
     )
     skipped = (record.options.get("skip_batches", ()), options.skip_batches)
     check_skipped(*skipped, source, cursor)

@@ -157,6 +157,33 @@ def test_an_allowed_change_goes_on_and_is_recorded(
         fit(tmp_path, 5, before)
 
 
+class Rated(Line):
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=self.lr)
+
+
+def test_what_a_refused_rate_says_to_allow_takes_the_new_rate(tmp_path: Path) -> None:
+    def rate_of(total: int, lr: float, *allowed: str) -> float:
+        model = Rated(lr)
+        options = {"chkpt_frequency": 1, "params": {"lr": lr}, "allow_changes": allowed}
+        trainer = helios.Trainer(
+            max_steps=total, chkpt_root=tmp_path, use_cpu=True, print_banner=False, **options
+        )
+        trainer.fit(model, Data())
+        found: float = model.optimizer.param_groups[0]["lr"]
+        return found
+
+    rate_of(2, 0.1)
+    with pytest.raises(RunMismatchError, match=r'allow_changes=\("params\.lr", "optimizer"\)'):
+        rate_of(4, 0.2)
+    assert rate_of(4, 0.2, "params.lr", "optimizer") == 0.2
+
+
 @pytest.mark.shows("P121")
 def test_a_finished_run_is_never_relabelled(tmp_path: Path) -> None:
     fit(tmp_path, 3, {"lr": 0.1})

@@ -85,6 +85,11 @@ class StepsScheduler(Line):
         return super().train_step(batch)
 
 
+class StepWithIndex(Line):
+    def train_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+        return super().train_step(batch)
+
+
 class LogsInHook(Line):
     def on_training_epoch_end(self, current_epoch: int) -> None:
         self.log("epoch", 1.0)
@@ -142,6 +147,14 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "Lightning: prog_bar": (
         lambda: _train(_with_step(lambda model, loss: model.log("loss", loss, prog_bar=True))),
         r"log\(\) got an unexpected keyword argument 'prog_bar'",
+    ),
+    "Lightning: batch_idx": (
+        lambda: _train(StepWithIndex()),
+        r"StepWithIndex\.train_step must take \(batch, state\).*takes \(batch.*batch_idx",
+    ),
+    "Lightning: val": (
+        lambda: DataModule.from_datasets(train=POINTS, val=POINTS, batch_size=8),
+        r"from_datasets\(val=\.\.\.\) must be.*Did you mean valid\?",
     ),
     "Lightning: a loader in fit": (
         lambda: _train(Line(), DataLoader(POINTS, 8)),

@@ -62,6 +62,7 @@ def test_runs_are_listed_the_best_first_with_what_differs(
     assert lines[0].split() == ["run", "lr", "random_seed", "error"]
     assert [line.split()[0] for line in lines[1:7]] == names
     assert lines[1].split()[-1] == f"{scores[names[0]]:.6g}"
+    assert compare(capsys, grid[0].parent) == found, "all runs in a folder"
 
 
 @pytest.mark.shows("P46")
