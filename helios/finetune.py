@@ -184,7 +184,7 @@ def _load(
         if is_strict and (report.missing or report.unexpected or report.mismatched):
             raise StateError(
                 f"load_weights({str(path)!r}, ...) must find the same names and shapes in the file "
-                f"and in the {type(module).__name__}, but found {report}. Map names with "
+                f"and in {type(module).__name__}, but found {report}. Map names with "
                 'rename={"old.*": "new.*"}, leave some out with skip="head.*", or pass '
                 "strict=False to load what fits."
             )
@@ -276,8 +276,8 @@ class _Names:
         if idle and is_strict:
             raise StateError(
                 f"load_weights({str(self._path)!r}, ...) must get patterns that match a name, but "
-                f"{', '.join(map(repr, idle))} matches none. The file has {some_text(found)}; the "
-                "first pattern of rename that matches a name counts, and skip is about new names. "
+                f"no name matches {', '.join(map(repr, idle))}. The file has {some_text(found)}. "
+                "The first pattern of rename that matches counts, and skip is about new names. "
                 "Fix the pattern, or omit it."
             )
         return {name: entry for name, entry in entries.items() if name not in report.skipped}

@@ -288,7 +288,7 @@ class Trainer:
     def fit(self, model: Model, datamodule: DataModule) -> bool:
         """Train a model from the start, or from the newest checkpoint of its run.
 
-        These hooks and methods are called, in this order. ``docs/hooks.md`` lists the receivers of
+        These hooks and methods are called, in this order. The page on hooks lists the receivers of
         each event, and :meth:`validate` shows a validation pass::
 
             prepare_data()

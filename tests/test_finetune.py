@@ -212,8 +212,8 @@ def test_what_does_not_fit_is_refused_or_listed(
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"skip": "heads.*"}, StateError, r"'heads\.\*' matches none\. The file has body\.0"),
-        ({"rename": {"bod.*": "x.*"}}, StateError, r"'bod\.\*' matches none"),
+        ({"skip": "heads.*"}, StateError, r"no name matches 'heads\.\*'\. The file has body\.0"),
+        ({"rename": {"bod.*": "x.*"}}, StateError, r"no name matches 'bod\.\*'"),
         ({"rename": {"body.*": "*.*"}}, ArgumentError, r"no more \* on the right"),
         ({"rename": {"head.*": "same", "body.*": "*"}}, StateError, "both become same"),
     ],

@@ -73,7 +73,7 @@ class KeepBest:
             names = ", ".join(sorted(scores)) or "none"
             raise UsageError(
                 f"KeepBest(metric={self.metric!r}) must name a validation score that is a single "
-                f"number; there are {names}. Fix the name, or log the score in valid_step: "
+                f"number. The scores are: {names}. Fix the name, or log the score in valid_step: "
                 "self.log(name, value)."
             )
 

@@ -166,7 +166,7 @@ def _check_command(command: str, program: str) -> None:
         (near, *_) = [*difflib.get_close_matches(command, _COMMANDS, n=1), "fit"]
         found = f"got {command!r}" if command else "got nothing"
         raise ArgumentError(
-            f"The command must be {', '.join(_COMMANDS)}, {found}. Try: {program} {near}"
+            f"The command must be one of {', '.join(_COMMANDS)}, but {found}. Try: {program} {near}"
         )
 
 

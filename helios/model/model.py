@@ -153,9 +153,9 @@ class Model(Hooks, ABC):
         """
         if self._run_context is None:
             raise UsageError(
-                f"{type(self).__name__} has no context here: a run sets it after setup(), in which "
-                "it only has num_steps and steps_per_epoch. Use it in steps and events, such as "
-                "train_step or on_fit_start."
+                f"{type(self).__name__} has no context here: it belongs to a run. Use it in steps "
+                "and events, such as train_step or on_fit_start; in setup() it only has num_steps "
+                "and steps_per_epoch. To call setup() yourself, don't use it there."
             )
         return self._run_context
 

@@ -197,7 +197,8 @@ def read_score(scores: Mapping[str, Any], metric: str, owner: str) -> float:
     """
     if metric not in scores:
         raise UsageError(
-            f"{owner}(metric={metric!r}) must name a validation score; there are "
-            f"{sorted(scores) or 'none'}. Log it in valid_step: self.log({metric!r}, value)."
+            f"{owner}(metric={metric!r}) must name a validation score. The scores are: "
+            f"{', '.join(sorted(scores)) or 'none'}. Log it in valid_step: "
+            f"self.log({metric!r}, value)."
         )
     return float(scores[metric])

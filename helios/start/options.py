@@ -228,7 +228,7 @@ _PLUGINS = _must_be(
     list | tuple,
     suits=lambda value: all(isinstance(each, Plugin) for each in value),
     convert=tuple,
-    remedy="Pass [plugin]. Derive it from helios.plugins.Plugin.",
+    remedy="Pass [plugin], with objects of classes that derive from helios.plugins.Plugin.",
 )
 _LIMITS = _must_be(
     "None, or phases with a positive int each, such as {Phase.TRAINING: 10}",
@@ -415,7 +415,7 @@ class Options:
             rule, remedy = "a folder with resume=<path>", "Pass the folder for new checkpoints."
             raise _refusal("chkpt_root", rule, None, remedy)
         if self.num_replicas is not None and (self.nproc or 1) > self.num_replicas:
-            rule = f"at most num_replicas={self.num_replicas}: a process runs at least one replica"
+            rule = f"at most num_replicas, {self.num_replicas}, since each process runs a replica"
             raise _refusal("nproc", rule, self.nproc, "Raise num_replicas, or lower nproc.")
         precision = self.precision if self.engine is None else self.engine.precision
         if self.sharding == "full" and precision is Precision.FP16:
@@ -576,7 +576,7 @@ _OF_OTHER_TRAINERS = """
 epochs num_epochs n_epochs num_train_epochs: max_epochs
 num_steps num_iterations max_iters steps: max_steps
 max_time: plugins=[TimeLimit(...)]
-accelerator device devices num_gpus use_gpu: use_cpu and gpus; nproc is the number of processes
+accelerator device devices num_gpus use_gpu: use_cpu, gpus or, for several processes, nproc
 strategy num_nodes world_size num_processes ddp: nproc, num_replicas, sharding; or torchrun
 fsdp: sharding="full"
 callbacks callback hooks: plugins

@@ -214,7 +214,7 @@ def say_how_schedulers_step(model: Model, schedulers: Schedulers, schedule: Sche
         found = find_epoch_like(schedulers.outermost, own, schedule.total_steps)
         intervals = {**own, **dict.fromkeys(found, "epoch")}
         remedy = f" For epochs, set Model.scheduler_interval = {intervals}." if found else ""
-    _LOGGER.info("Schedulers step, unless train_step does it: %s.%s", steps, remedy)
+    _LOGGER.info("Helios steps the schedulers, unless train_step does: %s.%s", steps, remedy)
 
 
 _STEP = "valid_step"

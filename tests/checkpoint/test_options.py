@@ -39,5 +39,7 @@ def test_a_bad_value_is_named(kind: Any, name: str, value: Any) -> None:
 def test_the_score_of_the_best_must_be_computed() -> None:
     KeepBest(1, "loss", "max").check_scores({"loss": math.nan, "other": 1.0})
     for scores, found in (({"acc": 0.5, "a": 1.0}, "a, acc"), ({}, "none")):
-        with pytest.raises(UsageError, match=rf"metric='loss'\) must name .* there are {found}\. "):
+        with pytest.raises(
+            UsageError, match=rf"metric='loss'\) must name .* scores are: {found}\. "
+        ):
             KeepBest(1, "loss", "max").check_scores(scores)

@@ -224,7 +224,7 @@ def test_arguments_may_be_objects_and_come_back_from_the_file(
 
 
 def test_the_command_and_the_length_are_asked_for() -> None:
-    with pytest.raises(ArgumentError, match=r"fit, validate, test, predict, got nothing"):
+    with pytest.raises(ArgumentError, match=r"fit, validate, test, predict, but got nothing"):
         helios.run(Net, Data, [])
     with pytest.raises(ArgumentError, match=r"got 'tets'. Try: helios.run test"):
         helios.run(Net, Data, ["tets"])

@@ -230,7 +230,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a plugin that is a class": (
         lambda: _train(Line(), plugins=[Late]),
-        r"list of Plugin objects.*Late.*Derive",
+        r"list of Plugin objects.*Late.*derive from helios",
     ),
     "a loop whose done is a method": (
         lambda: _train(Line(), loop=DoneIsAMethod()),

@@ -210,7 +210,7 @@ def test_a_model_sees_the_run_and_logs_a_number_of_its_own() -> None:
     ]
     assert [iteration for iteration, _ in heard.numbers] == [1, 2, 3, 4]
     assert heard.numbers[-1][1] == model.net.weight.sum().item()
-    with pytest.raises(UsageError, match="Watched has no context here: a run sets it after setup"):
+    with pytest.raises(UsageError, match="Watched has no context here: it belongs to a run"):
         model.context  # noqa: B018 - a property that raises
     trainer.validate(model, Numbers())
     assert model.seen[-1] == ("validation", 4, True)

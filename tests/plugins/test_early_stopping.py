@@ -123,7 +123,7 @@ def test_a_score_that_is_not_finite_is_no_improvement(
 
 
 def test_a_missing_score_is_an_error_that_names_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"metric='qualty'.*there are \['quality', 'score'\]"):
+    with pytest.raises(UsageError, match=r"metric='qualty'.*scores are: quality, score"):
         fit(_DOWN, EarlyStopping("qualty", mode="min", patience=2))
 
 
