@@ -92,7 +92,7 @@ def test_a_mistyped_score_is_refused_with_the_names_that_there_are(
             return self.log("error", scores["error"][0])
 
     store = CheckpointStore(keep_best=KeepBest(1, "eror", "min"))
-    with pytest.raises(helios.UsageError, match=r"metric='eror'.*; there are error, quality\. "):
+    with pytest.raises(helios.UsageError, match=r"metric='eror'.*scores are: error, quality\. "):
         fit(tmp_path, model=Logging(), store=store)
 
 
