@@ -1,4 +1,4 @@
-"""The tree of errors, and what users may catch them as."""
+"""What users may catch errors as."""
 
 from __future__ import annotations
 

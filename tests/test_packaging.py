@@ -1,4 +1,4 @@
-"""How the package is built and installed."""
+"""The package without its extras."""
 
 from __future__ import annotations
 

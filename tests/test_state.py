@@ -1,4 +1,4 @@
-"""The counters: what moves them, and what they start with."""
+"""Units and phases by their words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The helpers of these tests: scripts in processes of their own, and the choice of restarts."""
+"""The helpers of these tests: the choice of restarts, and processes that are ended."""
 
 from __future__ import annotations
 

@@ -31,13 +31,9 @@ STEPS = 2
 class Changing(Dataset[torch.Tensor]):
     """Samples that know in which version of the data they were fetched, with augmentation."""
 
-    unsaved = ("num_fetched", "cache")
-
     def __init__(self, num_replicas: int = 1) -> None:
         self.length = STEPS * BATCH_SIZE * num_replicas
         self.version = 0
-        self.num_fetched = 0
-        self.cache: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return self.length
@@ -54,9 +50,7 @@ class Changing(Dataset[torch.Tensor]):
 class Setting:
     """How a run is made."""
 
-    unit: str = "iteration"
     num_workers: int = 0
-    method: Any = "fork"
     num_replicas: int = 1
 
 
@@ -74,7 +68,7 @@ class Data(helios.DataModule):
             batch_size=BATCH_SIZE,
             shuffle=True,
             num_workers=setting.num_workers,
-            multiprocessing_context=setting.method if setting.num_workers else None,
+            multiprocessing_context="fork" if setting.num_workers else None,
         )
         self._train_dataset = self._create_dataset(self.train, params)
         self._valid_dataset = self._create_dataset(self.valid, params)
@@ -122,9 +116,9 @@ class Model(helios.Model):
 
 def make_trainer(folder: Path, setting: Setting, **options: Any) -> helios.Trainer:
     usual: dict[str, Any] = {
-        "train_unit": setting.unit,
-        "total_steps": 5 if setting.unit == "iteration" else 2,
-        "valid_frequency": 2 if setting.unit == "iteration" else 1,
+        "train_unit": "iteration",
+        "total_steps": 5,
+        "valid_frequency": 2,
         "chkpt_root": folder,
         "chkpt_frequency": 1,
         "num_replicas": setting.num_replicas,

@@ -1,4 +1,4 @@
-"""Evaluations without a checkpoint: modes, weights of the model's own, no data."""
+"""Evaluations without a checkpoint: modes, and weights of the model's own."""
 
 from __future__ import annotations
 

@@ -42,12 +42,11 @@ class Data(helios.DataModule):
 
 
 class Net(helios.Model):
-    unsaved = ("num_setups", "fails")
+    unsaved = ("num_setups",)
 
     def __init__(self, name: str = "net") -> None:
         super().__init__(name)
         self.num_setups = 0
-        self.fails = False
 
     def setup(self, fast_init: bool = False) -> None:
         self.num_setups += 1
@@ -55,8 +54,6 @@ class Net(helios.Model):
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
-        if self.fails:
-            raise ValueError("a mistake")
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
     def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, int]]:

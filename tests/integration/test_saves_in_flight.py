@@ -1,4 +1,4 @@
-"""What goes on while a thread writes a checkpoint: training, forks, and every way out of fit."""
+"""What goes on while a thread writes a checkpoint: training, and the errors that end it."""
 
 from __future__ import annotations
 
