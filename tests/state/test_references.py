@@ -16,6 +16,7 @@ from helios.errors import StateError
 from helios.state.owners import Owner as NamedOwner
 from helios.state.owners import Owners
 from tests.state.owners import Owner, bits, resumed, started, through_a_file
+from tests.support.matrix.values import Tally
 
 
 class Holder:
@@ -249,19 +250,6 @@ def test_building_an_object_runs_no_code_of_its_class(tmp_path: Path) -> None:
     owner.late.content = 5
     again = resumed(make, through_a_file(discovery.capture(), tmp_path / "state"))
     assert again.late.content == 5
-
-
-class Tally:
-    """An object with a state."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.count = state_dict["count"]
 
 
 @pytest.mark.shows("S68", "S76")
