@@ -38,7 +38,7 @@ from helios.data.source import (
     pin,
     run_on_one_thread,
 )
-from helios.storage.content_hash import Content, read_safely
+from helios.storage.content_hash import Content, read_sums
 
 _INT = frozenset((int,))
 
@@ -318,7 +318,7 @@ class _LocalBatches(_DealtBatches):
         except StopIteration as error:
             raise make_cut_error(number) from error
         if self._reads_content:
-            self.contents = [*map(read_safely, found)]
+            self.contents = [*map(read_sums, found)]
         if self._is_pinned:
             found = [*map(pin, found)]
         return found if len(found) == len(self._keys) else self._fill(found)

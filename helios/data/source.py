@@ -19,7 +19,7 @@ from helios.core.utils import Stateful
 from helios.data.workers import WorkersLost
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, UsageError, WorkerError
-from helios.storage.content_hash import Content
+from helios.storage.content_hash import Content, Sums
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_LOSSES = 3
@@ -116,7 +116,7 @@ class BatchIterator(ABC):
     num_samples: int = 0
     is_last: bool = False
     indices: Sequence[Any] | None = None
-    contents: Sequence[Content] | None = None
+    contents: Sequence[Content | Sums] | None = None
     skipped: tuple[int, int] = (0, 0)
     repeats: Sequence[int] = ()
 

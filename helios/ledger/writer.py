@@ -27,10 +27,13 @@ from helios.ledger.line import Hashes, LineReceiver, write_body, write_hash, wri
 from helios.listeners import Iteration, Recorder, Validated
 from helios.storage.content_hash import (
     Content,
+    Sums,
     factor_of,
     fingerprint,
     fingerprint_indices,
     read_safely,
+    read_sums,
+    weigh,
 )
 
 _LOGGER = logging.getLogger(__name__)
@@ -42,9 +45,9 @@ _ON_THEIR_WAY = 32
 
 _Line: TypeAlias = tuple[
     tuple[int, int, int],
-    tuple[Sequence[Content], Sequence[Any] | None],
+    tuple[Sequence[Content | Sums], Sequence[Any] | None],
     Sequence[float],
-    dict[str, Any],
+    Mapping[str, Any],
     list[Any],
     Any,
     Mapping[str, Any],
@@ -108,7 +111,7 @@ class LedgerWriter(Recorder):
         self._holders: list[tuple[str, Any]] = []
         self._is_nested = True
         self._optimizers: list[Optimizer] = []
-        self._batches: tuple[Sequence[Content], Sequence[Any] | None] = ((), None)
+        self._batches: tuple[Sequence[Content | Sums], Sequence[Any] | None] = ((), None)
         self._waiting: list[_Line] = []
         self._due = 0.0
         self._is_far = False
@@ -118,13 +121,13 @@ class LedgerWriter(Recorder):
         self,
         batches: Sequence[Any],
         indices: Sequence[Any] | None,
-        contents: Sequence[Content] | None,
+        contents: Sequence[Content | Sums] | None,
     ) -> Sequence[float]:
         """Note the batches of an iteration; returns their hashes where others have some, too."""
         if contents is None:
-            contents = [*map(read_safely, batches)]
+            contents = [*map(read_sums, batches)]
         for content in contents:
-            if content.failure:
+            if type(content) is Content and content.failure:
                 self._warn("batches", content.failure)
         self._batches = contents, indices
         return as_numbers(add_up(self._block, *self._batches)) if self._has_others else ()
@@ -153,9 +156,11 @@ class LedgerWriter(Recorder):
                 rest = self._digests()
         if self._book is None:
             return
-        losses = {}
-        for name, loss in iteration.means.items():
-            losses[name] = loss if type(loss) is float else self._read(loss)
+        losses = iteration.means
+        for loss in losses.values():
+            if type(loss) is not float:
+                losses = {name: self._read(each) for name, each in losses.items()}
+                break
         if norm is not None:
             norm = self._read(norm)
         rates = self._find_rates(iteration.rates)
@@ -302,7 +307,9 @@ _LOW = 0xFFFF_FFFF
 _MODULUS = 1 << 64
 
 
-def add_up(block: range, contents: Sequence[Content], indices: Sequence[Any] | None) -> Hashes:
+def add_up(
+    block: range, contents: Sequence[Content | Sums], indices: Sequence[Any] | None
+) -> Hashes:
     """Return the hashes of the batches of some replicas, added up.
 
     Args:
@@ -313,8 +320,11 @@ def add_up(block: range, contents: Sequence[Content], indices: Sequence[Any] | N
     order = content = num_unseen = 0
     for place, (replica, found) in enumerate(zip(block, contents, strict=False)):
         factor = factor_of(replica)
-        content += found.fingerprint * factor
-        num_unseen += found.num_unseen
+        if type(found) is Content:
+            content += found.fingerprint * factor
+            num_unseen += found.num_unseen
+        else:
+            content += weigh(*found) * factor
         if indices is not None:
             order += fingerprint_indices(indices[place]) * factor
     return Hashes(None if indices is None else order % _MODULUS, content % _MODULUS, num_unseen)

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import struct
 import zlib
 from array import array
 from collections import UserDict
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -36,8 +38,10 @@ _MOST_NESTED = 100
 _MANY = 16
 _NUMBER = struct.Struct("<Q")
 _MAX_NUMBER = (1 << 64) - 1
-_Form: TypeAlias = tuple["np.dtype[Any] | torch.dtype", tuple[int, ...]]
+_Form: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 _form_of = attrgetter("dtype", "shape")
+Sums: TypeAlias = tuple["str | tuple[str, ...]", tuple[_Form, ...], list[int]]
+"""What was read of a container of tensors: the arguments of :func:`weigh`."""
 
 
 class Content(NamedTuple):
@@ -54,6 +58,59 @@ class Content(NamedTuple):
     failure: str = ""
 
 
+def read_sums(value: Any) -> Content | Sums:
+    """Read a batch whose fingerprint is needed later only; one that fails counts as unseen.
+
+    Returns:
+        Checksums, for :func:`weigh`, where that is enough, as for most batches; else the content.
+    """
+    kind = type(value)
+    if kind not in _FLAT or not value:
+        return read_safely(value)
+    is_named = kind is dict
+    members = value.values() if is_named else value
+    for member in members:
+        if type(member) is not Tensor:
+            return read_safely(value)
+    if is_named and {*map(type, value)} != _TEXT:
+        return read_safely(value)
+    forms, sums = [], []
+    try:
+        for tensor in members:
+            form = tensor.dtype, tensor.shape
+            memory, address = _memory_of(form), tensor.data_ptr()
+            is_plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+            if memory is None or not address or not is_plain:
+                return read_safely(value)
+            forms.append(form)
+            sums.append(crc32(memory.from_address(address)))
+    except RuntimeError:  # of a layout without memory of its own
+        return read_safely(value)
+    return (tuple(value) if is_named else kind.__name__), tuple(forms), sums
+
+
+@lru_cache(maxsize=1024)
+def _memory_of(form: _Form) -> Any:
+    """Return the type of a tensor's memory; ``None`` for elements that it does not show as is."""
+    empty = torch.empty(0, dtype=form[0], device="cpu")
+    if empty.is_quantized or empty.is_complex():
+        return None
+    return ctypes.c_char * (math.prod(form[1]) * empty.itemsize)
+
+
+def weigh(names: str | tuple[str, ...], forms: tuple[_Form, ...], sums: Sequence[int]) -> int:
+    """Return the fingerprint of a container of tensors.
+
+    Args:
+        names: those of a dictionary, or the type of the container.
+        forms: type and shape of each tensor.
+        sums: the checksum of each.
+    """
+    base, factors = _weights_of(names, forms)
+    total: int = base + sum(map(mul, sums, factors))
+    return total & _MAX_NUMBER
+
+
 def read_content(value: Any) -> Content:
     """Read a value.
 
@@ -61,22 +118,13 @@ def read_content(value: Any) -> Content:
         value: tensors, arrays, plain values, and containers of these.
     """
     kind = type(value)
-    if kind in _FLAT:
-        is_named = kind is dict
-        members = value.values() if is_named else value
-        # What most batches are, in one pass.
-        if {*map(type, members)} == _TENSOR and not (is_named and {*map(type, value)} != _TEXT):
-            names = tuple(value) if is_named else kind.__name__
-            tensors: list[Any] = []
-            try:
-                tensors = [*map(Tensor.numpy, members)]
-                sums = [*map(crc32, tensors)]
-            except (TypeError, RuntimeError, ValueError, BufferError):
-                tensors = [*map(whole_of, members)] if all(map(_has_elements, members)) else []
-                sums = [tensor_sum(each) & _MAX_NUMBER for each in tensors]
-            if tensors:
-                base, factors = _weigh(names, tuple(map(_form_of, tensors)))
-                return Content((base + sum(map(mul, sums, factors))) & _MAX_NUMBER)
+    is_named = kind is dict
+    members = [*(value.values() if is_named else value)] if kind in _FLAT else []
+    is_flat = {*map(type, members)} == _TENSOR and all(map(_has_elements, members))
+    if is_flat and not (is_named and {*map(type, value)} != _TEXT):
+        names = tuple(value) if is_named else kind.__name__
+        sums = [tensor_sum(each) & _MAX_NUMBER for each in members]
+        return Content(weigh(names, tuple(map(_form_of, members)), sums))
     reader = _Reader()
     return Content(hash_bytes(reader.read(value)), reader.num_unseen)
 
@@ -128,20 +176,16 @@ def _has_elements(tensor: Tensor) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _weigh(kind: str | tuple[str, ...], forms: tuple[_Form, ...]) -> tuple[int, list[int]]:
+def _weights_of(names: str | tuple[str, ...], forms: tuple[_Form, ...]) -> tuple[int, list[int]]:
     """Return 64 bits over the form of a container of tensors, and a factor for each checksum.
 
-    Args:
-        kind: that of the container; the names of a dictionary, whose order does not matter.
-        forms: type and shape of each tensor.
+    The order of the names of a dictionary does not matter.
     """
     parts = []
     for number, (dtype, shape) in enumerate(forms):
-        if isinstance(dtype, np.dtype):
-            dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-        name = str(number) if isinstance(kind, str) else f"str {kind[number]!r}"
+        name = str(number) if isinstance(names, str) else f"str {names[number]!r}"
         parts.append(_token(name) + _token_of_form(dtype, shape))
-    text = kind if isinstance(kind, str) else "mapping"
+    text = names if isinstance(names, str) else "mapping"
     return hash_bytes(_token(text) + b"".join(sorted(parts))), [hash_bytes(x) | 1 for x in parts]
 
 

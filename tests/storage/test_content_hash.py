@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from helios.storage.content_hash import fingerprint, fingerprint_indices
+from helios.storage.content_hash import (
+    Content,
+    fingerprint,
+    fingerprint_indices,
+    read_safely,
+    read_sums,
+    weigh,
+)
 
 
 def _batch() -> dict[str, Any]:
@@ -81,6 +88,43 @@ def test_a_batch_of_tensors_has_the_same_fingerprint_however_it_lies_in_memory()
     assert not lying.is_contiguous()
     for batch, other in (([_X, _N], [lying, _N]), ({"x": _X, "n": _N}, {"n": _N, "x": lying})):
         assert fingerprint(batch) == fingerprint(other)
+
+
+_COMPLEX = torch.tensor([1 + 2j])
+_FREED = torch.ones(4)
+_FREED.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "is_fast"),
+    [
+        (_X, True),
+        (_X[1:], True),
+        (_X.bfloat16(), True),
+        (_X > 2, True),
+        (torch.tensor(3.0, requires_grad=True), True),
+        (_X.T, False),
+        (torch.empty(0, 3), False),
+        (_COMPLEX, False),
+        (_COMPLEX.conj().imag, False),
+        (_X.to_sparse(), False),
+        (_X.to("meta"), False),
+        (_FREED, False),
+        (np.arange(3), False),
+    ],
+)
+@pytest.mark.parametrize("make", [lambda x: [x], lambda x: (_N, x), lambda x: {"x": x, "n": _N}])
+def test_a_batch_read_for_later_has_the_same_fingerprint(
+    tensor: Any, is_fast: bool, make: Any
+) -> None:
+    batch = make(tensor)
+    found, expected = read_sums(batch), read_safely(batch)
+    if type(found) is Content:
+        assert not is_fast
+        assert found == expected
+    else:
+        assert is_fast
+        assert (weigh(*found), 0) == expected[:2]
 
 
 @pytest.mark.shows("P71")
