@@ -47,7 +47,7 @@ _Line: TypeAlias = tuple[
     tuple[int, int, int],
     tuple[Sequence[Content | Sums], Sequence[Any] | None],
     Sequence[float],
-    Mapping[str, Any],
+    dict[str, Any],
     list[Any],
     Any,
     Mapping[str, Any],
@@ -156,11 +156,10 @@ class LedgerWriter(Recorder):
                 rest = self._digests()
         if self._book is None:
             return
-        losses = iteration.means
-        for loss in losses.values():
-            if type(loss) is not float:
-                losses = {name: self._read(each) for name, each in losses.items()}
-                break
+        losses = {}
+        for name, loss in iteration.means.items():
+            is_near = type(loss) is Tensor and self._is_near(loss) and not loss.ndim
+            losses[name] = loss.item() if is_near else self._read(loss)
         if norm is not None:
             norm = self._read(norm)
         rates = self._find_rates(iteration.rates)
