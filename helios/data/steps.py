@@ -118,10 +118,9 @@ class _Numbers(BatchIterator):
         self._before = batch
         self._following = next(left, None)
 
-    @property
-    def sizes(self) -> list[int]:
+    def size(self, place: int) -> int:
         """Each batch is one number."""
-        return [1] * len(self._block)
+        return 1
 
     def __next__(self) -> list[int]:
         batch = self._following
