@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from helios import DataModule, Model, Trainer
 from helios.data import Steps
 from helios.errors import RunMismatchError
 from helios.ledger import verify
+from helios.plugins import CSVLogger
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexModule, Outcome, Setting, train
+
+
+class Logging(Model):
+    """Logs the number of each step, without a weight."""
+
+    def setup(self) -> None:
+        self.network = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
+
+    def train_step(self, batch: int) -> Tensor:
+        self.log("number", batch)
+        return self.network(torch.ones(1)).sum()
+
+
+class Numbers(DataModule):
+    """Four steps an epoch."""
+
+    def setup(self) -> None:
+        self.train_dataset = Steps(4)
 
 
 class StepsModule(IndexModule):
@@ -58,3 +82,13 @@ def test_another_length_of_epochs_is_refused_until_it_is_allowed(
         train(tmp_path, other)
     other.options["allow_changes"] = ("length",)
     assert sorted(train(tmp_path, other).records) == [4, 5, 6]
+
+
+def test_a_number_that_a_step_logs_weighs_one(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    plugins = [CSVLogger(log)]
+    Trainer(max_steps=4, print_frequency=4, plugins=plugins, use_cpu=True).fit(Logging(), Numbers())
+    with log.open() as lines:
+        assert "1.5" in [
+            row["value"] for row in csv.DictReader(lines) if row["name"] == "train/number"
+        ]
