@@ -221,8 +221,11 @@ class _RowFetch:
             return self._fetch(indices)
         # An array of NumPy's in between takes a third of the time.
         rows, found = torch.from_numpy(np.array(indices)), []
-        for tensor in self._tensors:
-            found.append(tensor[rows])
+        try:
+            for tensor in self._tensors:
+                found.append(tensor.index_select(0, rows))
+        except (IndexError, RuntimeError):  # of a negative index, as well as of a wrong one
+            return self._fetch(indices)
         if self._is_known:
             return found
         batch = self._fetch(indices)

@@ -6,6 +6,9 @@ import multiprocessing
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
 
 from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
@@ -91,3 +94,20 @@ def test_batches_are_read_where_they_are_fetched_with_equal_results(num_replicas
         found.append(hashes)
     assert found[0] == found[1]
     assert len({str(each) for each in found[0]}) == len(found[0]) > 1
+
+
+_ROWS = torch.arange(24.0).reshape(6, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [_ROWS, _ROWS.transpose(1, 2), _ROWS[:, 0, 0], _ROWS.bfloat16()],
+    ids=["whole", "transposed", "scalars", "bf16"],
+)
+def test_rows_of_tensors_are_those_that_are_fetched_one_by_one(tensor: Tensor) -> None:
+    dataset, order = TensorDataset(tensor, _ROWS), [[4, 2], [0, 5], [1, -1]]
+    source = open_with(dataset, batch_sampler=order)
+    for indices, batch in zip(order, walk(source, 0), strict=True):
+        expected = default_collate([dataset[index] for index in indices])
+        assert [fingerprint([each]) for each in batch] == [fingerprint([x]) for x in expected]
+        assert [each.stride() for each in batch] == [each.stride() for each in expected]
