@@ -329,7 +329,7 @@ def check_overrides(owner: object, base: type, *, receives: Collection[str] = ()
         ArgumentTypeError: for a method that does not take the arguments of the one that it
             overrides, or that must be a property.
     """
-    for name in _written(owner):
+    for name, (method, is_bound) in _written(owner).items():
         overridden = inspect.getattr_static(base, name, None)
         if isinstance(overridden, property):
             raise ArgumentTypeError(
@@ -347,29 +347,12 @@ def check_overrides(owner: object, base: type, *, receives: Collection[str] = ()
                 if each.kind is not each.KEYWORD_ONLY
                 and (name == _CALLED_IN_FULL or each.default is each.empty)
             ]
-            may_yield = inspect.isgeneratorfunction(overridden)
-            check_arguments(owner, (name,), wanted, may_yield=may_yield)
-
-
-def check_arguments(
-    owner: object, names: Sequence[str], arguments: Sequence[str], *, may_yield: bool = False
-) -> None:
-    """Check that user methods take the arguments that are passed to them.
-
-    Args:
-        owner: the object.
-        names: names of the methods.
-        arguments: names of their arguments, by position.
-        may_yield: whether they may be generators.
-
-    Raises:
-        ArgumentTypeError: if one does not.
-    """
-    for name, (method, is_bound) in _written(owner).items():
-        if name in names:
-            first = ("self",) if is_bound else ()
-            place = f"{type(owner).__name__}.{name}"
-            check_call(place, method, (*first, *arguments), may_yield=may_yield)
+            check_call(
+                f"{type(owner).__name__}.{name}",
+                method,
+                ["self", *wanted] if is_bound else wanted,
+                may_yield=inspect.isgeneratorfunction(overridden),
+            )
 
 
 def check_state_methods(
