@@ -25,7 +25,7 @@ from helios.errors import ArgumentTypeError, UsageError
 from helios.state.anchors import Anchors, Outside, References, Rules, above, leads_to, path_of
 from helios.state.digests import Identities, digest_of
 from helios.state.named import Marks, classes_of, lost_since, marks_of, report
-from helios.state.networks import flags_of, grads_of, pieces_of, size_of, sizes_by_storage, state_of
+from helios.state.networks import flags_of, grads_of, pieces_of, size_of, state_of
 from helios.state.optimizers import (
     TABLES,
     built_differently,
@@ -614,7 +614,12 @@ class Coverage:
 
     @cached_property
     def _sizes(self) -> Counter[int]:
-        return sizes_by_storage(self._state)
+        # A slice does not contain the whole tensor that it was taken from.
+        sizes = Counter[int]()
+        for part in parts_of(self._state):
+            if isinstance(part, Tensor):
+                sizes[storage_of(part)] += size_of(part)
+        return sizes
 
 
 def coverages(

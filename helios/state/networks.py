@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple, final
@@ -20,7 +20,6 @@ from helios.core.memory import storage_of
 from helios.core.sharded_tensors import cut_like
 from helios.core.wrappers import BareNames, bare_state_dict, class_of
 from helios.errors import StateError
-from helios.state.values import parts_of
 from helios.storage.plain_objects import attributes_of, by_class, table_of
 
 
@@ -112,13 +111,9 @@ _INTERNAL = (
 )
 
 
-def is_internal(value: object) -> bool:
-    """Return whether a value is part of Helios, such as the trainer that an owner refers to."""
-    return _is_internal_class(type(value))
-
-
 @by_class
-def _is_internal_class(kind: Any) -> bool:
+def is_internal_class(kind: Any) -> bool:
+    """Return whether values of a class are parts of Helios that owners may refer to."""
     return any(base.__module__.startswith(_INTERNAL) for base in kind.__mro__)
 
 
@@ -248,18 +243,6 @@ def is_odd(network: Network) -> bool:
 def pieces_of(network: Network) -> dict[str, Tensor]:
     """Return parameters and persistent buffers that have memory, by name."""
     return {name: tensor for name, _, _, tensor in network.tensors if not is_lazy(tensor)}
-
-
-def sizes_by_storage(state: Any) -> Counter[int]:
-    """Return the bytes that the tensors in a state have of each storage, by address.
-
-    A slice does not contain the whole tensor that it was taken from.
-    """
-    sizes = Counter[int]()
-    for part in parts_of(state):
-        if isinstance(part, Tensor):
-            sizes[storage_of(part)] += size_of(part)
-    return sizes
 
 
 def size_of(tensor: Tensor) -> int:

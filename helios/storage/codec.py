@@ -32,6 +32,7 @@ from helios.storage.container_checks import (
     reraise_os_error,
 )
 from helios.storage.files import DigestWriter
+from helios.storage.memory_layout import place_views
 from helios.storage.staging import HostBuffers, compact
 from helios.storage.type_converters import ShardedValue, type_name
 
@@ -71,7 +72,8 @@ def encode(
     coder = PayloadCoder(safe_types)
     try:
         with collector_at_rest():
-            code = coder.encode(tree)
+            code = coder.code("", tree)
+            place_views(coder)
     except Unsavable as error:
         place = f"{where}{error.path}".removeprefix(".")
         raise StateError(f"{place} cannot be saved: {error.reason}") from error
@@ -158,21 +160,11 @@ def read(
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
         return decode(tree, safe_types=safe_types, find_sharded=find_sharded)
     except Exception as error:
-        reraise_os_error(error)
         if isinstance(error, DamagedCheckpointError):
             raise
         if isinstance(error, UnknownTypeError):
             raise IncompatibleCheckpointError(f"{path} was not loaded. {error}") from error
-        if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
-            raise MemoryError(f"There is not enough memory to load {path}.") from error
-        if names := unsafe_globals(path):
-            raise IncompatibleCheckpointError(
-                f"{path} was not loaded: it refers to {', '.join(names)}, which no checkpoint "
-                "does. None of it was called; do not load the file unless you know who wrote it."
-            ) from error
-        raise DamagedCheckpointError(
-            f"{path} cannot be read: {reason_of(error)}. Remove it, or use another checkpoint."
-        ) from error
+        raise _unreadable(path, error) from error
 
 
 def unsafe_globals(path: Path) -> list[str]:
@@ -201,29 +193,32 @@ def read_structure(path: Path, find_sharded: FindSharded | None = None) -> tuple
         MemoryError: if its objects do not fit into memory.
         OSError: if the file cannot be opened or read.
     """
-    tree, names = _read_structure(path)
+    check_directory(path)
+    names: list[str] = []
+    try:
+        tree = _map(path, ())
+    except Exception:
+        names = unsafe_globals(path)
+        try:
+            tree = _map(path, [(stand_in(name), name) for name in names])
+        except Exception as error:
+            raise _unreadable(path, error) from error
     return (tree if find_sharded is None else fill_sharded(tree, find_sharded)), names
 
 
-def _read_structure(path: Path) -> tuple[Any, list[str]]:
-    check_directory(path)
-    with contextlib.suppress(Exception):
-        return _map(path, ()), []
-    names = unsafe_globals(path)
-    try:
-        return _map(path, [(stand_in(name), name) for name in names]), names
-    except Exception as error:
-        reraise_os_error(error)
-        if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
-            raise MemoryError(f"There is not enough memory to inspect {path}.") from error
-        if names:
-            raise IncompatibleCheckpointError(
-                f"{path} refers to {', '.join(names)} and cannot be inspected: {reason_of(error)}. "
-                "Do not load it unless you know who wrote it."
-            ) from error
-        raise DamagedCheckpointError(
-            f"{path} cannot be read: {reason_of(error)}. Remove it, or use another checkpoint."
-        ) from error
+def _unreadable(path: Path, error: Exception) -> Exception:
+    """Return the error of a file that cannot be loaded; one of the file system is raised again."""
+    reraise_os_error(error)
+    if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
+        return MemoryError(f"There is not enough memory to load {path}.")
+    if names := unsafe_globals(path):
+        return IncompatibleCheckpointError(
+            f"{path} was not loaded: it refers to {', '.join(names)}, which no checkpoint "
+            "does. None of it was called; do not load the file unless you know who wrote it."
+        )
+    return DamagedCheckpointError(
+        f"{path} cannot be read: {reason_of(error)}. Remove it, or use another checkpoint."
+    )
 
 
 def _map(path: Path, stand_ins: Iterable[Any]) -> Any:
@@ -330,16 +325,6 @@ class PayloadCoder(Coder):
         self._safe = frozenset(kind for kind in safe_types if isinstance(kind, type))
         # The tensor is kept with its code, since an id is unique only while the object exists.
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def encode(self, tree: Any) -> Any:
-        """Return the code of a payload.
-
-        Raises:
-            Unsavable: if a value has none.
-        """
-        code = self.code("", tree)
-        self.place_views()
-        return code
 
     def code_other(self, path: str, value: Any) -> Any:
         """Return the code of what a walk has written, or of a value of a user's type."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from helios.core.generators import is_generator, kind_of_generator, state_of_generator
 from helios.core.memory import has_plain_bytes
 from helios.core.sharded_tensors import is_sharded
-from helios.storage.memory_layout import View, place
+from helios.storage.memory_layout import View
 from helios.storage.plain_objects import attributes_of, is_plain_object
 from helios.storage.type_converters import BY_TYPE, scalar_to_parts, type_name
 
@@ -130,7 +130,7 @@ class Coder:
         names: their paths, by id.
         kinds: classes of enum members, named tuples and plain objects that were met.
         views: tensors and arrays, by path.
-        tensors: the detached tensors in the codes, after :meth:`place_views`, by path.
+        tensors: the detached tensors in the codes, after :func:`place_views`, by path.
         overlaps: by path, what overlaps a neighbour in a way that no code describes: the name of
             the neighbour, and where it begins and ends, in bytes.
     """
@@ -151,7 +151,7 @@ class Coder:
     def code(self, path: str, value: Any) -> Any:
         """Return the code of a value.
 
-        Codes of tensors and arrays are complete after :meth:`place_views`.
+        Codes of tensors and arrays are complete after :func:`place_views`.
 
         Raises:
             Unsavable: if there is none.
@@ -162,10 +162,6 @@ class Coder:
             return value
         make = self.makers.get(kind)
         return self.code_other(path, value) if make is None else make(self, path, value)
-
-    def place_views(self) -> None:
-        """Complete the codes of tensors and arrays: memory that they share is written once."""
-        place(self)
 
     # ---- what a subclass may know
 

@@ -50,8 +50,8 @@ class View(NamedTuple):
     code: dict[str, Any]
 
 
-def place(coder: Coder) -> None:
-    """Complete the codes of all views."""
+def place_views(coder: Coder) -> None:
+    """Complete the codes of all views: memory that they share is written once."""
     views = [*coder.views.values()]
     if not views:
         return
@@ -214,7 +214,7 @@ def lay(code: Mapping[str, Any], memory: bytearray | Tensor) -> Any:
     """Return the tensor or array that a code describes, as a view of memory.
 
     Args:
-        code: as :func:`place` has completed it.
+        code: as :func:`place_views` has completed it.
         memory: the bytes.
 
     Raises:
