@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from helios.core.utils import read_signature
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -25,20 +25,10 @@ _OURS = ("helios", "torch")
 _CALLED_IN_FULL = "backward_loss"
 
 
-@runtime_checkable
-class HasId(Protocol):
-    """An object with an id, such as a plugin."""
-
-    @property
-    def plug_id(self) -> str:
-        """The id."""
-        ...
-
-
 def owner_name(owner: object) -> str:
     """Return the name of a receiver for messages."""
-    kind = type(owner).__name__
-    return f"plugin {owner.plug_id!r} ({kind})" if isinstance(owner, HasId) else kind
+    kind, plug_id = type(owner).__name__, getattr(owner, "plug_id", None)
+    return kind if plug_id is None else f"plugin {plug_id!r} ({kind})"
 
 
 def overridden(owner: object, event: Event) -> Callable[..., Any] | None:

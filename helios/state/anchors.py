@@ -218,7 +218,11 @@ class Anchors:
         self.objects = dict(sorted(self.objects.items(), key=lambda i: order.get(i[0], len(order))))
         for path, part in [*self.objects.items()]:
             self.name_parts(path, part)
-        self._keep_parts()
+        # Parts of networks that attributes held after setup are objects of their own.
+        for number, name in rules.known.items():
+            part = self.parts.get(name)
+            if name in (rules.tops or ()) and name not in self.objects and id(part) == number:
+                self.objects[name] = part
         while self._late:
             path, part = self._late.popleft()
             if isinstance(part, dict):
@@ -396,14 +400,6 @@ class Anchors:
         optimizers = self.of_kind(Optimizer, with_inner=True)
         outside = self.rules.outside.names
         return Held(optimizers, lambda part: self.names.get(id(part)) or outside.get(id(part)))
-
-    def _keep_parts(self) -> None:
-        """Keep parts of networks as objects of their own that attributes held after setup."""
-        tops = self.rules.tops or ()
-        for number, name in self.rules.known.items():
-            part = self.parts.get(name)
-            if name in tops and name not in self.objects and id(part) == number:
-                self.objects[name] = part
 
     def _name_loose(self) -> None:
         """Name the parameters that no network holds."""

@@ -353,10 +353,9 @@ def name_weights(
     found = dict(loose)
     for path, module in networks.items():
         # Each once, under the first of its names.
-        seen = {id(None)}
-        for place, part in Network(module).modules:
-            for key, tensor in _parameters_of(part).items():
-                if id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    found[f"{path}.{place}.{key}" if place else f"{path}.{key}"] = tensor
+        seen: set[int] = set()
+        for name, part, key, tensor in Network(module).tensors:
+            if id(tensor) not in seen and key in _parameters_of(part):
+                seen.add(id(tensor))
+                found[f"{path}.{name}"] = tensor
     return found

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core.generators import is_generator
+from helios.core.plain_values import qualified_name
 from helios.core.sharded_tensors import is_sharded
 from helios.core.wrappers import class_of, unwrap
 from helios.state.anchors import Anchors, Rules, has_state, path_of
@@ -36,7 +37,6 @@ from helios.state.values import is_dense
 from helios.storage.codes import HOLE, NATIVE, TAG, TOO_DEEP, Coder, Unsavable, are_native
 from helios.storage.memory_layout import place_views
 from helios.storage.plain_objects import attributes_of, is_plain_object, table_of
-from helios.storage.type_converters import type_name
 
 PARTS: Final = "<parts>"
 """The key of a module under which the names of its parts stand."""
@@ -318,7 +318,7 @@ def without_state(part: Any) -> str:
     """Return why an object without a ``state_dict`` cannot be saved, and the remedy."""
     if isinstance(part, Iterator):
         return _ITERATOR
-    name = type_name(type(part)).removeprefix("builtins.")
+    name = qualified_name(type(part)).removeprefix("builtins.")
     if isinstance(part, (*CODE, MethodType, functools.partial)):
         return (
             f"{name} has no state_dict: keep the name of the chosen object in an attribute, and "

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from helios.core.generators import is_generator, kind_of_generator, load_generator, make_generator
 from helios.core.memory import address_of, memory_in, root_of, span_of
+from helios.core.plain_values import qualified_name
 from helios.errors import StateError
 from helios.storage.codes import FACTORIES, HOLE, TAG, Coder, path_of_pair, path_to
 from helios.storage.memory_layout import View, as_tensor, lay, unpacked
@@ -29,7 +30,6 @@ from helios.storage.type_converters import (
     in_every_process,
     objects_to_array,
     parts_to_scalar,
-    type_name,
 )
 
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict))
@@ -59,7 +59,7 @@ class Builder:
         find: Callable[[str], Any] = lambda name: None,
         name_of_key: Callable[[Any], Hashable] = lambda key: None,
     ) -> None:
-        self._types = {type_name(kind): kind for kind in types if isinstance(kind, type)}
+        self._types = {qualified_name(kind): kind for kind in types if isinstance(kind, type)}
         self._live, self._find, self._name_of_key = live, find, name_of_key
         self._parts = {} if live is None else live.parts
         self._views = {} if live is None else live.views

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from helios.core.generators import is_generator
 from helios.core.memory import has_plain_bytes
+from helios.core.plain_values import qualified_name
 from helios.core.utils import collector_at_rest
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError, StateError
 from helios.storage import files
@@ -34,7 +35,7 @@ from helios.storage.container_checks import (
 from helios.storage.files import DigestWriter
 from helios.storage.memory_layout import place_views
 from helios.storage.staging import HostBuffers, compact
-from helios.storage.type_converters import ShardedValue, type_name
+from helios.storage.type_converters import ShardedValue
 
 _ZIP_BEGINS = b"PK\x03\x04"
 # Warnings that torch emits for valid loads: the first one takes the file for a TorchScript archive,
@@ -339,7 +340,7 @@ class PayloadCoder(Coder):
         if kind is not int and kind not in self._safe and not is_generator(value):
             raise Unsavable(
                 path,
-                f"{NO_VALUE.format(type_name(kind))}. Add the type to the model's "
+                f"{NO_VALUE.format(qualified_name(kind))}. Add the type to the model's "
                 "types_for_safe_load(), name the attribute in `unsaved`, or give its owner a "
                 "state_dict of plain values.",
             )

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from helios.core.generators import is_generator, kind_of_generator, state_of_generator
 from helios.core.memory import has_plain_bytes
+from helios.core.plain_values import qualified_name
 from helios.core.sharded_tensors import is_sharded
 from helios.storage.memory_layout import View
 from helios.storage.plain_objects import attributes_of, is_plain_object
-from helios.storage.type_converters import BY_TYPE, scalar_to_parts, type_name
+from helios.storage.type_converters import BY_TYPE, scalar_to_parts
 
 TAG: Final = "~"
 """The key of a dict that stands for another value; its value names the kind."""
@@ -182,8 +183,8 @@ class Coder:
         if isinstance(value, Enum):
             self.kinds.add(kind)
             if isinstance(value, Flag):
-                return {TAG: "flag", "type": type_name(kind), "value": value.value}
-            return {TAG: "enum", "type": type_name(kind), "name": value.name}
+                return {TAG: "flag", "type": qualified_name(kind), "value": value.value}
+            return {TAG: "enum", "type": qualified_name(kind), "name": value.name}
         if is_generator(value):
             return self._generator(path, value)
         if isinstance(value, Tensor):
@@ -192,7 +193,7 @@ class Coder:
             return self._tuple(path, value)
         if is_plain_object(kind):
             return self._object(path, value)
-        raise Unsavable(path, NO_VALUE.format(type_name(kind).removeprefix("builtins.")))
+        raise Unsavable(path, NO_VALUE.format(qualified_name(kind).removeprefix("builtins.")))
 
     def code_member(self, path: str, value: Any) -> Any:
         """Return the code of a member of a dict, or :data:`HOLE`."""
@@ -250,7 +251,7 @@ class Coder:
         if kind is tuple:
             return tuple(items)
         self.kinds.add(kind)
-        return {TAG: "tuple", "type": type_name(kind), "items": items}
+        return {TAG: "tuple", "type": qualified_name(kind), "items": items}
 
     def _list(self, path: str, value: list[Any]) -> Any:
         return self.refer(path, value) or self._members(path, value)
@@ -352,7 +353,7 @@ class Coder:
             name: self.code_field(path_to(path, name), each)
             for name, each in attributes_of(value).items()
         }
-        return {TAG: "object", "type": type_name(kind), "fields": fields}
+        return {TAG: "object", "type": qualified_name(kind), "fields": fields}
 
     makers: ClassVar[dict[type, Callable[[Any, str, Any], Any]]] = {
         **dict.fromkeys(BY_TYPE, _converted),

@@ -151,11 +151,6 @@ BY_TAG = {converter.tag: converter for converter in _CONVERTERS}
 _OF_SCRIPT, _OF_STARTED_RANK = "__main__.", "__mp_main__."
 
 
-def type_name(kind: type) -> str:
-    """Return the full name of a type, as files contain it: the same in every process of a run."""
-    return in_every_process(f"{kind.__module__}.{kind.__qualname__}")
-
-
 def in_every_process(name: str) -> str:
     """Return the full name of a type as the script has it, also if a rank that it started wrote it.
 
