@@ -143,7 +143,10 @@ class SignalReceiver:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Record a signal; the handler, which may run between any two bytecodes."""
         if os.getpid() != self._pid:
-            self._act_in_child(number)
+            # The owner of a child process, such as a pool, must be able to end it.
+            if get_worker_info() is None:
+                _restore(number, self._found[number])
+                os.kill(os.getpid(), number)
         elif number == signal.SIGINT and self._is_pressed_again:
             self._answered = self._presses
             raise KeyboardInterrupt
@@ -159,12 +162,6 @@ class SignalReceiver:
         found = signal.set_wakeup_fd(-1)
         if found not in (-1, self._wakeup):
             signal.set_wakeup_fd(found)
-
-    def _act_in_child(self, number: int) -> None:
-        # The owner of a child process, such as a pool, must be able to end it.
-        if get_worker_info() is None:
-            _restore(number, self._found[number])
-            os.kill(os.getpid(), number)
 
     def _open_ear(self, stack: ExitStack) -> None:
         receiver, sender = socket.socketpair()

@@ -88,13 +88,6 @@ def encode(
     return code
 
 
-def decode(
-    tree: Any, *, safe_types: Iterable[Any] = (), find_sharded: FindSharded | None = None
-) -> Any:
-    """Return the tree that :func:`encode` was called with; :func:`read` does so itself."""
-    return PayloadBuilder(safe_types, find_sharded).build("", tree)
-
-
 def write_encoded(handle: BinaryIO | DigestWriter, tree: Any) -> None:
     """Write an encoded tree sequentially.
 
@@ -159,7 +152,8 @@ def read(
                 raise zipfile.BadZipFile("it is not a ZIP archive")
             check_sizes(handle)
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
-        return decode(tree, safe_types=safe_types, find_sharded=find_sharded)
+        builder = Builder(safe_types, find_sharded=find_sharded or ShardedValue)
+        return builder.build("", tree)
     except Exception as error:
         if isinstance(error, DamagedCheckpointError):
             raise
@@ -362,30 +356,6 @@ class PayloadCoder(Coder):
         return code
 
     makers: ClassVar = {**Coder.makers, Tensor: _plain_tensor}
-
-
-class PayloadBuilder(Builder):
-    """Builds a payload from its code.
-
-    Args:
-        safe_types: the types that may be created; no others are looked up.
-        find_sharded: returns the tensor that stands for a sharded one, by name.
-    """
-
-    def __init__(
-        self, safe_types: Iterable[Any] = (), find_sharded: FindSharded | None = None
-    ) -> None:
-        super().__init__(safe_types)
-        self._find_sharded = find_sharded or ShardedValue
-
-    def build_other(self, path: str, code: dict[str, Any]) -> Any:
-        """Return the value of a code that only payloads have."""
-        tag = code[TAG]
-        if tag == _SHARDED:
-            return self._find_sharded(code["name"])
-        if tag == "codes":
-            return Codes(code["value"])
-        return super().build_other(path, code)
 
 
 def fill_sharded(code: Any, find_sharded: FindSharded) -> Any:

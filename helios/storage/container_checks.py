@@ -177,19 +177,16 @@ def _find_promises(data: bytes) -> list[tuple[str, int]]:
             if members is not None:
                 members.append(top)
         elif name == "BINPERSID":
-            found.append(_promise(top))
+            match top:
+                case ("storage", str(kind), str(key), str(), int(count)) if kind in _ELEMENT_BYTES:
+                    found.append((key, count * _ELEMENT_BYTES[kind]))
+                case _:
+                    raise ValueError("it refers to a record in a way that torch does not write")
             top = members = None
         else:
             top = tuple(members) if name == "TUPLE" and members is not None else None
             members = [] if name == "MARK" else None
     return found
-
-
-def _promise(reference: Any) -> tuple[str, int]:
-    match reference:
-        case ("storage", str(kind), str(key), str(), int(count)) if kind in _ELEMENT_BYTES:
-            return key, count * _ELEMENT_BYTES[kind]
-    raise ValueError("it refers to a record in a way that torch does not write")
 
 
 @final
