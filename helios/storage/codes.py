@@ -25,7 +25,7 @@ from helios.core.plain_values import qualified_name
 from helios.core.sharded_tensors import is_sharded
 from helios.storage.memory_layout import View
 from helios.storage.plain_objects import attributes_of, is_plain_object
-from helios.storage.type_converters import BY_TYPE, scalar_to_parts
+from helios.storage.type_converters import BY_TYPE, INLINE_BYTES, scalar_to_parts
 
 TAG: Final = "~"
 """The key of a dict that stands for another value; its value names the kind."""
@@ -60,7 +60,6 @@ NO_VALUE = "a checkpoint cannot contain a {}"
 
 # ``weights_only`` reads integers of up to 255 bytes.
 _BIG = 1 << 2000
-_LONG = 1 << 12
 _BY_ADDRESS: Any = object.__hash__
 _PLAIN = NATIVE - {int}
 SCALARS = frozenset({*np.sctypeDict.values()} - {np.object_})
@@ -215,7 +214,9 @@ class Coder:
 
     def _converted(self, path: str, value: Any) -> Any:
         converter = BY_TYPE[type(value)]
-        has_identity = type(value) is bytearray or (type(value) is bytes and len(value) > _LONG)
+        has_identity = type(value) is bytearray or (
+            type(value) is bytes and len(value) > INLINE_BYTES
+        )
         if has_identity and (ref := self.refer(path, value)):
             return ref
         parts = converter.to_parts(value)

@@ -25,13 +25,10 @@ from helios.core.memory import (
     tensor_on,
 )
 from helios.errors import StateError
-from helios.storage.type_converters import describe, dtype_of
+from helios.storage.type_converters import INLINE_BYTES, describe, dtype_of
 
 if TYPE_CHECKING:
     from helios.storage.codes import Coder
-
-INLINE_BYTES = 4096
-"""Longer memory is a tensor of bytes: in a pickle, bytes would be escaped as text."""
 
 _HOST = torch.device("cpu")
 

@@ -24,8 +24,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-# Larger byte strings are stored as tensors: in a pickle, they would be escaped as text.
-_MAX_INLINE_BYTES = 4096
+INLINE_BYTES = 4096
+"""Longer memory is a tensor of bytes: in a pickle, bytes would be escaped as text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Converter:
 
 
 def _pack(data: bytes) -> Any:
-    if len(data) <= _MAX_INLINE_BYTES:
+    if len(data) <= INLINE_BYTES:
         return data.decode("latin-1")
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
