@@ -182,17 +182,16 @@ class Bus:
         check_owners(plugins)
         self._owners: dict[str, tuple[object, ...]] = {}
         self._receivers: dict[str, tuple[Callable[..., Any], ...]] = {}
-        asking = set()
+        self.asking: set[str] = set()
         for event in EVENTS.values():
             owners = _find_owners(event, groups)
             if any(may_ask(method) for _, method in owners):
-                asking.add(event.name)
+                self.asking.add(event.name)
             self._owners[event.name] = tuple(owner for owner, _ in owners)
             self._receivers[event.name] = tuple(
                 _caller(owner, method, event) for owner, method in owners
             )
         self.active = {event: found[0] for event, found in self._receivers.items() if found}
-        self.asking = asking
         self.is_logging = False
 
     def names_of_receivers(self, event: str) -> list[str]:

@@ -28,9 +28,9 @@ from helios.storage.plain_objects import (
 from helios.storage.type_converters import (
     BY_TAG,
     ShardedValue,
+    dtype_of,
     in_every_process,
     objects_to_array,
-    parts_to_scalar,
 )
 
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict))
@@ -173,7 +173,8 @@ class Builder:
         return int(code["value"], 16)
 
     def _scalar(self, path: str, code: dict[str, Any]) -> Any:
-        return parts_to_scalar(code["value"])
+        description, text = code["value"]
+        return np.ndarray((), dtype_of(description), bytearray(text, "latin-1"))[()]
 
     def _converted(self, path: str, code: dict[str, Any]) -> Any:
         parts = code["value"]

@@ -25,7 +25,7 @@ from helios.core.plain_values import qualified_name
 from helios.core.sharded_tensors import is_sharded
 from helios.storage.memory_layout import View
 from helios.storage.plain_objects import attributes_of, is_plain_object
-from helios.storage.type_converters import BY_TYPE, INLINE_BYTES, scalar_to_parts
+from helios.storage.type_converters import BY_TYPE, INLINE_BYTES, describe
 
 TAG: Final = "~"
 """The key of a dict that stands for another value; its value names the kind."""
@@ -227,7 +227,7 @@ class Coder:
         return {TAG: converter.tag, "value": parts}
 
     def _scalar(self, path: str, value: Any) -> Any:
-        return {TAG: "scalar", "value": scalar_to_parts(value)}
+        return {TAG: "scalar", "value": [describe(value.dtype), value.tobytes().decode("latin-1")]}
 
     def _members(self, path: str, values: Collection[Any]) -> list[Any]:
         if are_native(values):

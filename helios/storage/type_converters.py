@@ -57,17 +57,6 @@ def _unpack(packed: Any) -> bytes:
     return bytes(packed.numpy().tobytes())
 
 
-def scalar_to_parts(scalar: np.generic) -> list[Any]:
-    """Return dtype and bytes of a scalar."""
-    return [describe(scalar.dtype), scalar.tobytes().decode("latin-1")]
-
-
-def parts_to_scalar(parts: Sequence[Any]) -> Any:
-    """Invert :func:`scalar_to_parts`."""
-    description, text = parts
-    return np.ndarray((), dtype_of(description), bytearray(text, "latin-1"))[()]
-
-
 @functools.cache
 def describe(dtype: np.dtype[Any]) -> Any:
     """Return plain values that describe a type of elements, as ``.npy`` files do."""
