@@ -24,6 +24,7 @@ from helios.findings import Finding, FindingKind, Findings
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.state.anchors import leads_to
+from helios.state.digests import mark_of
 from helios.storage.dcp_folder import refer_to_sharded
 
 if TYPE_CHECKING:
@@ -176,15 +177,14 @@ def _capture_objects(
         leaves_out: whether frozen weights that are as ``setup`` made them are left out, if the
             store asks for that.
     """
-    with parts.model.discovery.keeping_names():
-        model = parts.model.state_dict()
-        if leaves_out and parts.frozen is not None:
-            model = parts.frozen.leave_out(model)
-        plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
-        engine = _state_of_engine(parts.engine)
-        own = {"model": model, "engine": engine}
-        own |= {**_named("plugin", plugins), **_named("loop", loops)}
-        owners, lacking = parts.owner_states.capture(own)
+    model = parts.model.state_dict()
+    if leaves_out and parts.frozen is not None:
+        model = parts.frozen.leave_out(model)
+    plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
+    engine = _state_of_engine(parts.engine)
+    own = {"model": model, "engine": engine}
+    own |= {**_named("plugin", plugins), **_named("loop", loops)}
+    owners, lacking = parts.owner_states.capture(own)
     tables = _capture_tables(parts.model)
     return Trained(model, tables, plugins, loops, engine, owners), own, lacking
 
@@ -322,7 +322,8 @@ def _find_differing(
 ) -> list[str]:
     """Return the owners whose state differs between processes, which binds the run to these."""
     values = {name: (owners.get(name), states.get(name)) for name in owners | states}
-    tables = parts.replicas.gather_objects(parts.owner_states.marks(values))
+    marks = {name: mark_of(value) for name, value in values.items()}
+    tables = parts.replicas.gather_objects(marks)
     names = sorted({name for table in tables for name in table})
     differing = [name for name in names if len({table.get(name) for table in tables}) > 1]
     for name in differing:

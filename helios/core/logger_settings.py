@@ -89,8 +89,3 @@ class _Sender(logging.handlers.QueueHandler):
             self._send(record)
         else:
             sys.stderr.write(f"{record.getMessage()}\n")
-
-
-def hand_in(record: logging.LogRecord) -> None:
-    """Pass a record of a rank to the handlers of this process."""
-    logging.getLogger(record.name).handle(record)

@@ -6,6 +6,7 @@ This defines equality for saved values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -83,20 +84,6 @@ def fills_its_reach(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or is_packed
 
 
-class _Lent:
-    """Exposes memory to NumPy as writable bytes, and keeps its owners alive."""
-
-    def __init__(self, extent: Extent, owners: Sequence[Array | Tensor]) -> None:
-        begin, end = extent
-        self.owners = owners
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (end - begin,),
-            "typestr": "|u1",
-            "data": (begin, False),
-        }
-
-
 def memory_in(extent: Extent, owners: Sequence[Array | Tensor]) -> Tensor:
     """Return memory as a tensor of bytes, without a copy.
 
@@ -111,7 +98,10 @@ def memory_in(extent: Extent, owners: Sequence[Array | Tensor]) -> Tensor:
             first = storage.data_ptr()
             if first <= begin and end <= first + storage.nbytes():
                 return tensor_on(storage, torch.uint8, (end - begin,), (1,), begin - first)
-    return torch.from_numpy(np.asarray(_Lent(extent, owners)))
+    form = {"version": 3, "shape": (end - begin,), "typestr": "|u1", "data": (begin, False)}
+    # NumPy keeps it, and so the owners, alive.
+    lent: Any = SimpleNamespace(__array_interface__=form, owners=owners)
+    return torch.from_numpy(np.asarray(lent))
 
 
 def storage_bytes(tensor: Tensor) -> Tensor:

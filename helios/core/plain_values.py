@@ -80,7 +80,7 @@ def plain_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def qualified_name(value: Any) -> str:
-    """Return the module and the name of a class or function."""
+    """Return the module and the name of a class or function, the same in every process of a run."""
     # Python imports the script again in a rank that it starts, as a module of another name.
     module = "__main__" if value.__module__ == "__mp_main__" else value.__module__
     return f"{module}.{value.__qualname__}"

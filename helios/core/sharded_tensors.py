@@ -101,20 +101,17 @@ def cut_like(whole: Tensor, like: Tensor) -> Tensor:
     """
     if not is_sharded(like) or is_sharded(whole):
         return whole
+    module, mesh = sys.modules[_MODULE], like.device_mesh
+    found: Tensor
     if is_deferred(whole):
-        return _read_shard(whole, like)
-    distribute = sys.modules[_MODULE].distribute_tensor
+        source: RowSource = vars(whole)[_SOURCE]
+        first, end = RowShare(mesh.get_local_rank(), mesh.size()).rows(source.shape[0])
+        own = source.read_rows(first, end - first).to(like.device)
+        sizes = {"shape": like.shape, "stride": like.stride()}
+        found = module.DTensor.from_local(own, mesh, like.placements, run_check=False, **sizes)
+        return found
     with torch.no_grad():
-        found: Tensor = distribute(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return found
-
-
-def _read_shard(deferred: Tensor, like: Any) -> Tensor:
-    mesh = like.device_mesh
-    own = read_deferred(deferred, RowShare(mesh.get_local_rank(), mesh.size())).to(like.device)
-    sizes = {"shape": like.shape, "stride": like.stride()}
-    kind = sys.modules[_MODULE].DTensor
-    found: Tensor = kind.from_local(own, mesh, like.placements, run_check=False, **sizes)
+        found = module.distribute_tensor(whole, mesh, like.placements, src_data_rank=None)
     return found
 
 
@@ -156,18 +153,16 @@ class _Deferred(Tensor):
             return f"deferred({vars(args[0])[_SOURCE].name!r}, shape={tuple(args[0].shape)})"
         is_form = getter.__name__ not in _VALUES if name == "__get__" else name in _FORMS
         if not is_form:
-            raise StateError(_unread_text(name, (*args, *(kwargs or {}).values())))
+            used = (*args, *(kwargs or {}).values())
+            names = [vars(part)[_SOURCE].name for part in used if is_deferred(part)]
+            raise StateError(
+                f"{', '.join(names) or 'A tensor'} of a sharded checkpoint must be read before it "
+                f"is used ({name}): each process reads its rows when a network or an optimizer "
+                "loads it. Load it with their load_state_dict, or use "
+                "helios.core.sharded_tensors: value_of(tensor) reads it whole, "
+                "cut_like(tensor, parameter) the rows of a sharded parameter."
+            )
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-
-def _unread_text(name: str, arguments: Sequence[Any]) -> str:
-    names = [vars(part)[_SOURCE].name for part in arguments if is_deferred(part)]
-    return (
-        f"{', '.join(names) or 'A tensor'} of a sharded checkpoint must be read before it is used "
-        f"({name}): each process reads its rows when a network or an optimizer loads it. Load it "
-        "with their load_state_dict, or use helios.core.sharded_tensors: value_of(tensor) reads "
-        "it whole, cut_like(tensor, parameter) the rows of a sharded parameter."
-    )
 
 
 def make_deferred_tensor(shape: torch.Size, dtype: torch.dtype, source: RowSource) -> Tensor:
@@ -182,22 +177,12 @@ def is_deferred(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, _Deferred)
 
 
-def read_deferred(tensor: Tensor, share: RowShare | None = None) -> Tensor:
-    """Return the rows of a deferred tensor, on the CPU.
-
-    Args:
-        tensor: the deferred tensor.
-        share: which rows; ``None`` for all of them.
-    """
-    source: RowSource = vars(tensor)[_SOURCE]
-    count = source.shape[0]
-    first, end = (0, count) if share is None else share.rows(count)
-    return source.read_rows(first, end - first)
-
-
 def value_of(tensor: Tensor) -> Tensor:
-    """Return a tensor; a deferred one is read in full."""
-    return read_deferred(tensor) if is_deferred(tensor) else tensor
+    """Return a tensor; a deferred one is read in full, on the CPU."""
+    if not is_deferred(tensor):
+        return tensor
+    source: RowSource = vars(tensor)[_SOURCE]
+    return source.read_rows(0, source.shape[0])
 
 
 def replace_sharded(tree: Any, replace: Callable[[str, Any], Any], *, root: str = "") -> Any:
@@ -211,32 +196,29 @@ def replace_sharded(tree: Any, replace: Callable[[str, Any], Any], *, root: str 
             processes with equal trees.
         root: the path to the tree.
     """
-    return _Replacing(replace).visit(root, tree)
+    return _replace_in(root, tree, replace, {})
 
 
-class _Replacing:
-    def __init__(self, replace: Callable[[str, Any], Any]) -> None:
-        self._replace = replace
-        # A value is kept with its replacement, because an id is unique only while it exists.
-        self._done: dict[int, tuple[Any, Any]] = {}
-
-    def visit(self, path: str, value: Any) -> Any:
-        if id(value) in self._done:
-            return self._done[id(value)][1]
-        found = value
-        if is_sharded(value):
-            found = self._replace(path, value)
-        elif isinstance(value, dict):
-            parts = {key: self.visit(f"{path}.{key}", part) for key, part in value.items()}
-            if any(parts[key] is not value[key] for key in parts):
-                # Of the same kind, with its attributes.
-                found = copy.copy(value)
-                found.update(parts)
-        elif type(value) in (list, tuple):
-            members = [self.visit(f"{path}.{number}", part) for number, part in enumerate(value)]
-            if any(new is not old for new, old in zip(members, value, strict=True)):
-                found = type(value)(members)
-        else:
-            return value
-        self._done[id(value)] = (value, found)
-        return found
+def _replace_in(
+    path: str, value: Any, replace: Callable[[str, Any], Any], done: dict[int, tuple[Any, Any]]
+) -> Any:
+    if id(value) in done:
+        return done[id(value)][1]
+    found = value
+    if is_sharded(value):
+        found = replace(path, value)
+    elif isinstance(value, dict):
+        parts = {k: _replace_in(f"{path}.{k}", each, replace, done) for k, each in value.items()}
+        if any(parts[key] is not value[key] for key in parts):
+            # Of the same kind, with its attributes.
+            found = copy.copy(value)
+            found.update(parts)
+    elif type(value) in (list, tuple):
+        members = [_replace_in(f"{path}.{n}", each, replace, done) for n, each in enumerate(value)]
+        if any(new is not old for new, old in zip(members, value, strict=True)):
+            found = type(value)(members)
+    else:
+        return value
+    # A value is kept with its replacement, because an id is unique only while it exists.
+    done[id(value)] = (value, found)
+    return found

@@ -135,13 +135,18 @@ class SignalReceiver:
             if sys.platform != "win32":
                 mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
                 stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
-            stack.callback(self._close)
-            yield
+            try:
+                yield
+            finally:
+                self._is_closing = True
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Record a signal; the handler, which may run between any two bytecodes."""
         if os.getpid() != self._pid:
-            self._act_in_child(number)
+            # The owner of a child process, such as a pool, must be able to end it.
+            if get_worker_info() is None:
+                _restore(number, self._found[number])
+                os.kill(os.getpid(), number)
         elif number == signal.SIGINT and self._is_pressed_again:
             self._answered = self._presses
             raise KeyboardInterrupt
@@ -157,12 +162,6 @@ class SignalReceiver:
         found = signal.set_wakeup_fd(-1)
         if found not in (-1, self._wakeup):
             signal.set_wakeup_fd(found)
-
-    def _act_in_child(self, number: int) -> None:
-        # The owner of a child process, such as a pool, must be able to end it.
-        if get_worker_info() is None:
-            _restore(number, self._found[number])
-            os.kill(os.getpid(), number)
 
     def _open_ear(self, stack: ExitStack) -> None:
         receiver, sender = socket.socketpair()
@@ -180,14 +179,13 @@ class SignalReceiver:
         found = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         stack.callback(_restore_wakeup, found)
 
-    def _close(self) -> None:
-        self._is_closing = True
-
     def _listen(self, receiver: socket.socket) -> None:
         """Receive signals in the thread until the socket is shut down."""
         deadline, first = math.inf, 0
         while True:
-            receiver.settimeout(self._choose_timeout(deadline))
+            rest = math.inf if self._is_patient else max(deadline - time.monotonic(), 0.001)
+            rest = min(rest, _RETRY_SECONDS) if self._is_pressed_again else rest
+            receiver.settimeout(None if rest == math.inf else rest)
             try:
                 received = receiver.recv(256)
             except TimeoutError:
@@ -206,11 +204,6 @@ class SignalReceiver:
                 if number == signal.SIGINT:
                     self._count_press()
 
-    def _choose_timeout(self, deadline: float) -> float | None:
-        rest = math.inf if self._is_patient else max(deadline - time.monotonic(), 0.001)
-        rest = min(rest, _RETRY_SECONDS) if self._is_pressed_again else rest
-        return None if rest == math.inf else rest
-
     def _count_press(self) -> None:
         now = time.monotonic()
         if now - self._last_press <= ECHO_SECONDS:
@@ -224,15 +217,11 @@ class SignalReceiver:
     def _interrupt(self) -> None:
         """Call the handler again; repeated until it raises, as a wait may begin in between."""
         self._last_press = time.monotonic()
-        _call_handler_again(signal.SIGINT)
-
-
-def _call_handler_again(number: signal.Signals) -> None:
-    main = threading.main_thread().ident
-    if sys.platform == "win32" or main is None:
-        _thread.interrupt_main(number)
-    else:
-        signal.pthread_kill(main, number)
+        main = threading.main_thread().ident
+        if sys.platform == "win32" or main is None:
+            _thread.interrupt_main(signal.SIGINT)
+        else:
+            signal.pthread_kill(main, signal.SIGINT)
 
 
 def _restore(number: int, handler: _Handler) -> None:

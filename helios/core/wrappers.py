@@ -6,9 +6,8 @@ under names without these parts, so that a run with another wrapper, or none, ca
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -40,13 +39,7 @@ def compiled_call(module: nn.Module) -> Any:
 
 def class_of(module: nn.Module) -> type:
     """Return the class of a module as the user knows it; FSDP gives it a derived one."""
-    return _class_without_fsdp(cast("Hashable", type(module)))
-
-
-@functools.cache
-def _class_without_fsdp(kind: Any) -> type:
-    bases: tuple[type, ...] = kind.__mro__
-    return next(base for base in bases if not base.__module__.startswith(_FSDP))
+    return next(base for base in type(module).__mro__ if not base.__module__.startswith(_FSDP))
 
 
 def unwrap(value: Any) -> Any:
@@ -151,11 +144,7 @@ def clean_names(names: Collection[str]) -> dict[str, str]:
         >>> clean_names(["_orig_mod.module.layer.weight"])
         {'_orig_mod.module.layer.weight': 'layer.weight'}
     """
-    bare = {name: _without(name, (COMPILED,)) for name in names}
+    bare = {name: ".".join(part for part in name.split(".") if part != COMPILED) for name in names}
     if all(name.startswith(f"{_PARALLEL}.") for name in bare.values()):
         bare = {name: short.removeprefix(f"{_PARALLEL}.") for name, short in bare.items()}
     return bare if len(set(bare.values())) == len(bare) else {name: name for name in names}
-
-
-def _without(name: str, parts: Collection[str]) -> str:
-    return ".".join(part for part in name.split(".") if part not in parts)

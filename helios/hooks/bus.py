@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from helios.core.utils import read_signature
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -25,20 +25,10 @@ _OURS = ("helios", "torch")
 _CALLED_IN_FULL = "backward_loss"
 
 
-@runtime_checkable
-class HasId(Protocol):
-    """An object with an id, such as a plugin."""
-
-    @property
-    def plug_id(self) -> str:
-        """The id."""
-        ...
-
-
 def owner_name(owner: object) -> str:
     """Return the name of a receiver for messages."""
-    kind = type(owner).__name__
-    return f"plugin {owner.plug_id!r} ({kind})" if isinstance(owner, HasId) else kind
+    kind, plug_id = type(owner).__name__, getattr(owner, "plug_id", None)
+    return kind if plug_id is None else f"plugin {plug_id!r} ({kind})"
 
 
 def overridden(owner: object, event: Event) -> Callable[..., Any] | None:
@@ -192,17 +182,16 @@ class Bus:
         check_owners(plugins)
         self._owners: dict[str, tuple[object, ...]] = {}
         self._receivers: dict[str, tuple[Callable[..., Any], ...]] = {}
-        asking = set()
+        self.asking: set[str] = set()
         for event in EVENTS.values():
             owners = _find_owners(event, groups)
             if any(may_ask(method) for _, method in owners):
-                asking.add(event.name)
+                self.asking.add(event.name)
             self._owners[event.name] = tuple(owner for owner, _ in owners)
             self._receivers[event.name] = tuple(
                 _caller(owner, method, event) for owner, method in owners
             )
         self.active = {event: found[0] for event, found in self._receivers.items() if found}
-        self.asking = asking
         self.is_logging = False
 
     def names_of_receivers(self, event: str) -> list[str]:
@@ -329,7 +318,7 @@ def check_overrides(owner: object, base: type, *, receives: Collection[str] = ()
         ArgumentTypeError: for a method that does not take the arguments of the one that it
             overrides, or that must be a property.
     """
-    for name in _written(owner):
+    for name, (method, is_bound) in _written(owner).items():
         overridden = inspect.getattr_static(base, name, None)
         if isinstance(overridden, property):
             raise ArgumentTypeError(
@@ -347,29 +336,12 @@ def check_overrides(owner: object, base: type, *, receives: Collection[str] = ()
                 if each.kind is not each.KEYWORD_ONLY
                 and (name == _CALLED_IN_FULL or each.default is each.empty)
             ]
-            may_yield = inspect.isgeneratorfunction(overridden)
-            check_arguments(owner, (name,), wanted, may_yield=may_yield)
-
-
-def check_arguments(
-    owner: object, names: Sequence[str], arguments: Sequence[str], *, may_yield: bool = False
-) -> None:
-    """Check that user methods take the arguments that are passed to them.
-
-    Args:
-        owner: the object.
-        names: names of the methods.
-        arguments: names of their arguments, by position.
-        may_yield: whether they may be generators.
-
-    Raises:
-        ArgumentTypeError: if one does not.
-    """
-    for name, (method, is_bound) in _written(owner).items():
-        if name in names:
-            first = ("self",) if is_bound else ()
-            place = f"{type(owner).__name__}.{name}"
-            check_call(place, method, (*first, *arguments), may_yield=may_yield)
+            check_call(
+                f"{type(owner).__name__}.{name}",
+                method,
+                ["self", *wanted] if is_bound else wanted,
+                may_yield=inspect.isgeneratorfunction(overridden),
+            )
 
 
 def check_state_methods(

@@ -107,7 +107,12 @@ class Context(Generic[RunModel]):
         object.__setattr__(self, "_run", parts.run)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise _refuse_assignment(name)
+        rule = f"context.{name} must not be assigned: hooks only read the context."
+        for change in CHANGES:
+            if name in change.attributes:
+                way = change.by.replace("`", "")
+                raise ReadOnlyError(f"{rule} To {change.what}, {way}.")
+        raise ReadOnlyError(f"{rule} Keep your own values in self.{name}.")
 
     @property
     def batch(self) -> Any:
@@ -529,15 +534,6 @@ class Context(Generic[RunModel]):
 
 def _only(found: Mapping[str, Item]) -> Item | None:
     return next(iter(found.values())) if len(found) == 1 else None
-
-
-def _refuse_assignment(name: str) -> ReadOnlyError:
-    rule = f"context.{name} must not be assigned: hooks only read the context."
-    for change in CHANGES:
-        if name in change.attributes:
-            way = change.by.replace("`", "")
-            return ReadOnlyError(f"{rule} To {change.what}, {way}.")
-    return ReadOnlyError(f"{rule} Keep your own values in self.{name}.")
 
 
 @final

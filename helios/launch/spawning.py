@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from helios.core.logger_settings import LoggerSettings, hand_in
+from helios.core.logger_settings import LoggerSettings
 from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, describe_exit, held_back
 from helios.distributed.pickling import loads, pack_by_value
 from helios.distributed.process_groups import DistributedInfo
@@ -202,7 +202,7 @@ class _Launch:
 
     def _take(self, item: bytes, record: logging.LogRecord | None) -> None:
         if record is not None:
-            hand_in(record)
+            logging.getLogger(record.name).handle(record)
         elif self._queue is not None:
             self._queue.put(loads(item))
 

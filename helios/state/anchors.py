@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from helios.core.generators import is_generator
 from helios.core.utils import Stateful
 from helios.core.wrappers import unwrap
-from helios.state.networks import Network, is_internal, is_odd_optimizer, left_out
-from helios.state.values import LEAVES, are_atoms, refer_to
+from helios.state.networks import Network, is_internal_class, is_odd_optimizer, left_out
+from helios.state.values import ATOMS, LEAVES, refer_to
 from helios.storage.plain_objects import attributes_of
 
 References: TypeAlias = list[tuple[int, Callable[[], Any], str]]
@@ -218,7 +218,11 @@ class Anchors:
         self.objects = dict(sorted(self.objects.items(), key=lambda i: order.get(i[0], len(order))))
         for path, part in [*self.objects.items()]:
             self.name_parts(path, part)
-        self._keep_parts()
+        # Parts of networks that attributes held after setup are objects of their own.
+        for number, name in rules.known.items():
+            part = self.parts.get(name)
+            if name in (rules.tops or ()) and name not in self.objects and id(part) == number:
+                self.objects[name] = part
         while self._late:
             path, part = self._late.popleft()
             if isinstance(part, dict):
@@ -302,7 +306,10 @@ class Anchors:
             (self.inner if is_inner and not is_top else self.objects)[name] = part
             self.parts[name] = part
             if isinstance(part, Optimizer):
-                self._add_tables(name, part)
+                for key in ("param_groups", "state"):
+                    table = getattr(part, key, None)
+                    self.names[id(table)] = f"{name}.{key}"
+                    self.parts[f"{name}.{key}"] = table
             if names_parts:
                 self.name_parts(name, part)
             if is_inner and isinstance(part, Optimizer):
@@ -384,31 +391,15 @@ class Anchors:
         for place, value in left_out(part):
             for key, each in _with_state(path_of(path, place), value):
                 is_of_setup = self.rules.tops is None or id(each) in self.rules.known
-                if is_of_setup and self.name_of(each) is None and not is_internal(each):
+                if is_of_setup and self.name_of(each) is None and not is_internal_class(type(each)):
                     self._add_inner(self.add(key, each, is_inner=True), each)
 
     @cached_property
     def held(self) -> Held:
         """The content of optimizers: their groups, and tables and tensors of their state."""
         optimizers = self.of_kind(Optimizer, with_inner=True)
-        return Held(optimizers, lambda part: self.names.get(id(part)) or self._outside_name(part))
-
-    def _outside_name(self, part: object) -> str | None:
-        return self.rules.outside.names.get(id(part))
-
-    def _add_tables(self, path: str, optimizer: Optimizer) -> None:
-        for name in ("param_groups", "state"):
-            held = getattr(optimizer, name, None)
-            self.names[id(held)] = f"{path}.{name}"
-            self.parts[f"{path}.{name}"] = held
-
-    def _keep_parts(self) -> None:
-        """Keep parts of networks as objects of their own that attributes held after setup."""
-        tops = self.rules.tops or ()
-        for number, name in self.rules.known.items():
-            part = self.parts.get(name)
-            if name in tops and name not in self.objects and id(part) == number:
-                self.objects[name] = part
+        outside = self.rules.outside.names
+        return Held(optimizers, lambda part: self.names.get(id(part)) or outside.get(id(part)))
 
     def _name_loose(self) -> None:
         """Name the parameters that no network holds."""
@@ -450,5 +441,5 @@ def _is_without_objects(value: Any) -> bool:
     """Return whether a value holds no object at all, as most containers do."""
     kind = type(value)
     if kind is dict:
-        return LEAVES.issuperset(map(type, value.values())) and are_atoms(value)
+        return LEAVES.issuperset(map(type, value.values())) and ATOMS.issuperset(map(type, value))
     return kind in LEAVES or (kind in (list, tuple) and LEAVES.issuperset(map(type, value)))

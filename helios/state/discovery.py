@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, final
@@ -19,13 +18,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.memory import storage_of
+from helios.core.plain_values import qualified_name
 from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import collector_at_rest
 from helios.errors import ArgumentTypeError, UsageError
 from helios.state.anchors import Anchors, Outside, References, Rules, above, leads_to, path_of
 from helios.state.digests import Identities, digest_of
 from helios.state.named import Marks, classes_of, lost_since, marks_of, report
-from helios.state.networks import flags_of, grads_of, pieces_of, size_of, sizes_by_storage, state_of
+from helios.state.networks import flags_of, grads_of, pieces_of, size_of, state_of
 from helios.state.optimizers import (
     TABLES,
     built_differently,
@@ -39,7 +39,7 @@ from helios.state.steps import StepWatch
 from helios.state.values import ATOMS, LIMIT, PLAIN, SMALL, large_members, parts_of
 from helios.state.walk import GONE, LATE, Form, Snapshot, kind_of
 from helios.storage.codes import HOLE, Codes
-from helios.storage.type_converters import in_every_process, type_name
+from helios.storage.type_converters import in_every_process
 from helios.text import size_text
 
 UNKNOWN = (
@@ -164,7 +164,6 @@ class Discovery:
         self._saved_members: set[str] = set()
         self._last: Snapshot | None = None
         self._prepared: Restoring | None = None
-        self._keeps_last = False
         self._checked: Mapping[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -200,24 +199,13 @@ class Discovery:
         anchors = Anchors(self._owner, self._rules()) if last is None else last.anchors
         return {name: part for name, part in {**anchors.shared, **anchors.parts}.items() if name}
 
-    @contextmanager
-    def keeping_names(self) -> Iterator[None]:
-        """Let :meth:`named_objects` return what :meth:`capture` finds within the block."""
-        self._keeps_last = True
-        try:
-            yield
-        finally:
-            self._keeps_last, self._last = False, None
-
     def look_at_values(self) -> None:
         """Find the values of the owner, for :meth:`pop_values`."""
         self._last = self._look()
 
     def pop_values(self) -> Mapping[str, Any]:
         """Return the values that the last call has found, by name, for other owners."""
-        last = self._last
-        if not self._keeps_last:
-            self._last = None
+        last, self._last = self._last, None
         return {} if last is None else last.walk.parts
 
     def watch(self, *, reads_weights: bool = True, sees_unsaved: bool = False) -> StepWatch:
@@ -390,8 +378,8 @@ class Discovery:
         changed = self._find_changes(now)
         covered = self._find_covered(now, covers, [place for _, place in changed])
         known = (kind for kind in (*base.types, *self.safe_types) if isinstance(kind, type))
-        types = set(map(type_name, known))
-        odd = [kind for kind in now.walk.kinds if type_name(kind) not in types]
+        types = set(map(qualified_name, known))
+        odd = [kind for kind in now.walk.kinds if qualified_name(kind) not in types]
         lost: dict[str, str] = {}
         total, chosen = 0, set[tuple[str, Any]]()
         for size, (name, key) in sorted(changed, key=lambda entry: entry[0]):
@@ -614,7 +602,12 @@ class Coverage:
 
     @cached_property
     def _sizes(self) -> Counter[int]:
-        return sizes_by_storage(self._state)
+        # A slice does not contain the whole tensor that it was taken from.
+        sizes = Counter[int]()
+        for part in parts_of(self._state):
+            if isinstance(part, Tensor):
+                sizes[storage_of(part)] += size_of(part)
+        return sizes
 
 
 def coverages(

@@ -155,7 +155,7 @@ _LARGEST = 1 << 16
 def classes_of(owner: object, now: Snapshot) -> list[type]:
     """Return the user's classes of the values that an owner holds."""
     kinds = dict.fromkeys(base for kind in (type(owner), *now.walk.kinds) for base in kind.__mro__)
-    for part in {**now.anchors.objects, **now.anchors.inner}.values():
+    for part in now.objects.values():
         parts = part.modules() if isinstance(part, nn.Module) else (part,)
         kinds |= dict.fromkeys(base for each in parts for base in type(each).__mro__)
     return [kind for kind in kinds if _is_of_the_user(kind)]

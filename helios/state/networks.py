@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple, final
@@ -20,7 +20,6 @@ from helios.core.memory import storage_of
 from helios.core.sharded_tensors import cut_like
 from helios.core.wrappers import BareNames, bare_state_dict, class_of
 from helios.errors import StateError
-from helios.state.values import parts_of
 from helios.storage.plain_objects import attributes_of, by_class, table_of
 
 
@@ -112,13 +111,9 @@ _INTERNAL = (
 )
 
 
-def is_internal(value: object) -> bool:
-    """Return whether a value is part of Helios, such as the trainer that an owner refers to."""
-    return _is_internal_class(type(value))
-
-
 @by_class
-def _is_internal_class(kind: Any) -> bool:
+def is_internal_class(kind: Any) -> bool:
+    """Return whether values of a class are parts of Helios that owners may refer to."""
     return any(base.__module__.startswith(_INTERNAL) for base in kind.__mro__)
 
 
@@ -250,18 +245,6 @@ def pieces_of(network: Network) -> dict[str, Tensor]:
     return {name: tensor for name, _, _, tensor in network.tensors if not is_lazy(tensor)}
 
 
-def sizes_by_storage(state: Any) -> Counter[int]:
-    """Return the bytes that the tensors in a state have of each storage, by address.
-
-    A slice does not contain the whole tensor that it was taken from.
-    """
-    sizes = Counter[int]()
-    for part in parts_of(state):
-        if isinstance(part, Tensor):
-            sizes[storage_of(part)] += size_of(part)
-    return sizes
-
-
 def size_of(tensor: Tensor) -> int:
     """Return the bytes of all elements."""
     # Sparse ones have no ``nbytes``.
@@ -370,10 +353,9 @@ def name_weights(
     found = dict(loose)
     for path, module in networks.items():
         # Each once, under the first of its names.
-        seen = {id(None)}
-        for place, part in Network(module).modules:
-            for key, tensor in _parameters_of(part).items():
-                if id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    found[f"{path}.{place}.{key}" if place else f"{path}.{key}"] = tensor
+        seen: set[int] = set()
+        for name, part, key, tensor in Network(module).tensors:
+            if id(tensor) not in seen and key in _parameters_of(part):
+                seen.add(id(tensor))
+                found[f"{path}.{name}"] = tensor
     return found

@@ -214,36 +214,31 @@ def _regroup(optimizer: Optimizer, plan: list[list[Tensor]]) -> None:
 
 
 def load_into(path: str, part: Any, state: dict[str, Any]) -> None:
-    """Load the state of an object.
+    """Load the state of an object, which keeps no part of it.
 
     Args:
         path: its path.
         part: the object.
-        state: its state.
+        state: its state, which is not changed.
 
     Raises:
         StateError: if ``load_state_dict`` fails.
     """
     try:
-        load_state(part, state)
+        if isinstance(part, nn.Module):
+            load_network(part, state)
+        elif isinstance(part, Optimizer):
+            complete([part])
+            part.load_state_dict(copy.deepcopy(state))
+            _restore_types(part, state)
+        else:
+            part.load_state_dict(copy.deepcopy(state))
     except Exception as error:
         fine_tuning = FINE_TUNING if isinstance(part, nn.Module) else ""
         raise StateError(
             f"{path} ({type(part).__name__}) rejected its saved state: {error} Build it in setup() "
             f"as it was when the state was saved.{fine_tuning}"
         ) from error
-
-
-def load_state(part: Any, state: dict[str, Any]) -> None:
-    """Load the state of an object, which keeps no part of it: the state is not changed."""
-    if isinstance(part, nn.Module):
-        load_network(part, state)
-        return
-    if isinstance(part, Optimizer):
-        complete([part])
-    part.load_state_dict(copy.deepcopy(state))
-    if isinstance(part, Optimizer):
-        _restore_types(part, state)
 
 
 @final

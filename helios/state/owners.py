@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from helios.state.anchors import Outside
-from helios.state.digests import mark_of
 from helios.state.discovery import Discovery
 from helios.state.steps import StepWatch
 
@@ -223,10 +222,6 @@ class Owners:
         if owner is None or not owner.has_own_state:
             return False
         return not type(owner.part).state_dict.__module__.startswith("helios.")  # type: ignore[attr-defined]
-
-    def marks(self, states: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return marks by name that are equal for equal states."""
-        return {name: mark_of(state) for name, state in states.items()}
 
 
 def is_any(state: Mapping[str, Any]) -> bool:

@@ -495,19 +495,17 @@ def severed(links: Links, codes: Links, saved: Links) -> dict[str, dict[Any, Any
 
 def names_in(code: Any) -> set[str]:
     """Return the names to which a code refers."""
-    tables = (each for each in parts_of(code) if type(each) is dict)
-    return {name for table in tables if (name := _name_in(table)) is not None}
+    found = set()
+    for each in parts_of(code):
+        if type(each) is dict and TAG in each:
+            # Of a reference, or of what a view of memory lies in.
+            name = each["name"] if each[TAG] == "ref" else each.get("of")
+            if isinstance(name, str):
+                found.add(name)
+    return found
 
 
 def types_in(code: Any) -> set[str]:
     """Return the names of the classes in a code."""
     tables = (each for each in parts_of(code) if type(each) is dict)
     return {each["type"] for each in tables if each.get(TAG) in ("object", "enum", "flag", "tuple")}
-
-
-def _name_in(code: dict[Any, Any]) -> str | None:
-    """Return the name to which a reference, or a view of memory, refers."""
-    if TAG not in code:
-        return None
-    name = code["name"] if code[TAG] == "ref" else code.get("of")
-    return name if isinstance(name, str) else None

@@ -80,7 +80,7 @@ class StepWatch:
             name: mark_of_tensor(part, reads_bits=self._reads_weights)
             for name, part in leaves_of(anchors).items()
         }
-        for path, part in {**anchors.objects, **anchors.inner}.items():
+        for path, part in look.objects.items():
             # The state of an optimizer results from its updates.
             if not isinstance(part, nn.Module | Optimizer):
                 table = moved if isinstance(part, LRScheduler) else marks

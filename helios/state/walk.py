@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core.generators import is_generator
+from helios.core.plain_values import qualified_name
 from helios.core.sharded_tensors import is_sharded
 from helios.core.wrappers import class_of, unwrap
 from helios.state.anchors import Anchors, Rules, has_state, path_of
@@ -25,7 +26,7 @@ from helios.state.digests import CODE, Identities, digest_of, mark_of
 from helios.state.networks import (
     Network,
     hooks_of,
-    is_internal,
+    is_internal_class,
     is_odd,
     is_odd_optimizer,
     left_out,
@@ -34,8 +35,8 @@ from helios.state.networks import (
 from helios.state.optimizers import tables_of
 from helios.state.values import is_dense
 from helios.storage.codes import HOLE, NATIVE, TAG, TOO_DEEP, Coder, Unsavable, are_native
+from helios.storage.memory_layout import place_views
 from helios.storage.plain_objects import attributes_of, is_plain_object, table_of
-from helios.storage.type_converters import type_name
 
 PARTS: Final = "<parts>"
 """The key of a module under which the names of its parts stand."""
@@ -82,7 +83,7 @@ class Walk(Coder):
         self.hooks: dict[tuple[str, str], list[Any]] = {}
         self._unsaved = anchors.rules.unsaved
         self.may_omit = bool(self._unsaved)
-        self._queue: deque[tuple[str, Any, Any]] = deque()
+        self._queue: deque[tuple[str, Any, list[tuple[Any, Any]]]] = deque()
         self._reached: set[str] = set()
         self._kept_inside: list[Any] = []
         # What loading may replace has the name that it has there.
@@ -92,9 +93,8 @@ class Walk(Coder):
         for path, part in anchors.loose.items():
             self._hold_extras(path, part)
         while self._queue:
-            name, part, members = self._queue.popleft()
-            self._hold(name, part, members() if callable(members) else members)
-        self.place_views()
+            self._hold(*self._queue.popleft())
+        place_views(self)
 
     def find(self, name: str) -> Any:
         """Return the anchor, value or holder with a name."""
@@ -165,7 +165,7 @@ class Walk(Coder):
                 continue
             if type(value) in NATIVE and are_native((value,)):
                 table[key] = value
-            elif not is_internal(value) or self.anchors.name_of(value) is not None:
+            elif not is_internal_class(type(value)) or self.anchors.name_of(value) is not None:
                 table[key] = self._code_or_hole(path, value)
 
     def _code_or_hole(self, path: str, value: Any) -> Any:
@@ -212,7 +212,7 @@ class Walk(Coder):
             if name not in self.holders:
                 self._reach(name, value)
             return {TAG: "ref", "name": name}
-        if is_internal(value):
+        if is_internal_class(type(value)):
             return {TAG: "ref", "name": self._name_anchor(path, value)}
         if has_state(value) and not isinstance(value, Tensor):
             return self._stateful(path, value)
@@ -231,7 +231,7 @@ class Walk(Coder):
 
     def code_field(self, path: str, value: Any) -> Any:
         """Return the code of an attribute of an object; a hole if it has none, or is Helios'."""
-        is_left = path in self._unsaved or is_internal(value)
+        is_left = path in self._unsaved or is_internal_class(type(value))
         return HOLE if is_left else self._code_or_hole(path, value)
 
     def name_of_key(self, key: Any) -> Any:
@@ -277,7 +277,7 @@ class Walk(Coder):
         if name in self._reached or name in self.holders or name.startswith("<"):
             return
         self._reached.add(name)
-        if is_internal(part):
+        if is_internal_class(type(part)):
             return
         if isinstance(part, functools.partial):
             members = [("func", part.func), ("args", part.args), ("keywords", part.keywords)]
@@ -286,7 +286,10 @@ class Walk(Coder):
             members = [("__self__", part.__self__), ("__func__", part.__func__)]
             self._queue.append((name, part, members))
         elif type(part) is FunctionType and not _comes_from_library(part):
-            self._queue.append((name, part, functools.partial(_fields_of, part)))
+            fields = attributes_of(part)
+            fields.pop("__wrapped__", None)
+            members = [(k, v) for k, v in fields.items() if type(v) not in (ModuleType, type)]
+            self._queue.append((name, part, members))
         elif is_plain_object(type(part)) and not has_state(part) and name in self.anchors.parts:
             self._queue.append((name, part, [*attributes_of(part).items()]))
         elif not isinstance(part, (*CODE, nn.Module, Tensor)) and not has_state(part):
@@ -306,12 +309,6 @@ def _own_attributes(part: Any) -> list[tuple[str, Any]]:
     return [(key, found[key]) for key in sorted(found) if not key.startswith(_OF_OTHERS)]
 
 
-def _fields_of(function: Any) -> Iterator[tuple[str, Any]]:
-    for key, value in attributes_of(function).items():
-        if type(value) not in (ModuleType, type) and key != "__wrapped__":
-            yield key, value
-
-
 def _comes_from_library(part: Any) -> bool:
     """Return whether a function belongs to torch or Helios."""
     return (getattr(part, "__module__", None) or "").startswith(("torch.", "helios.", "numpy."))
@@ -321,7 +318,7 @@ def without_state(part: Any) -> str:
     """Return why an object without a ``state_dict`` cannot be saved, and the remedy."""
     if isinstance(part, Iterator):
         return _ITERATOR
-    name = type_name(type(part)).removeprefix("builtins.")
+    name = qualified_name(type(part)).removeprefix("builtins.")
     if isinstance(part, (*CODE, MethodType, functools.partial)):
         return (
             f"{name} has no state_dict: keep the name of the chosen object in an attribute, and "

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from helios.core.generators import is_generator, kind_of_generator, load_generator, make_generator
 from helios.core.memory import address_of, memory_in, root_of, span_of
+from helios.core.plain_values import qualified_name
 from helios.errors import StateError
-from helios.storage.codes import FACTORIES, HOLE, TAG, Coder, path_of_pair, path_to
+from helios.storage.codes import FACTORIES, HOLE, TAG, Coder, Codes, path_of_pair, path_to
 from helios.storage.memory_layout import View, as_tensor, lay, unpacked
 from helios.storage.plain_objects import (
     attributes_of,
@@ -26,10 +27,10 @@ from helios.storage.plain_objects import (
 )
 from helios.storage.type_converters import (
     BY_TAG,
+    ShardedValue,
+    dtype_of,
     in_every_process,
     objects_to_array,
-    parts_to_scalar,
-    type_name,
 )
 
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict))
@@ -50,6 +51,7 @@ class Builder:
         find: returns the object that a reference leads to if no code of that path was built, or
             ``None``.
         name_of_key: what the method of that name of the coder returned.
+        find_sharded: returns the tensor that stands for a sharded one, by name.
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class Builder:
         live: Coder | None = None,
         find: Callable[[str], Any] = lambda name: None,
         name_of_key: Callable[[Any], Hashable] = lambda key: None,
+        find_sharded: Callable[[str], Any] = ShardedValue,
     ) -> None:
-        self._types = {type_name(kind): kind for kind in types if isinstance(kind, type)}
+        self._types = {qualified_name(kind): kind for kind in types if isinstance(kind, type)}
         self._live, self._find, self._name_of_key = live, find, name_of_key
+        self._find_sharded = find_sharded
         self._parts = {} if live is None else live.parts
         self._views = {} if live is None else live.views
         self._built: dict[str, Any] = {}
@@ -111,16 +115,14 @@ class Builder:
             value = self._enter(path, tuple(self._members(path, code)))
         elif TAG in code:
             make = self.builders.get(code[TAG])
-            value = self.build_other(path, code) if make is None else make(self, path, code)
+            if make is None:
+                raise StateError(f"The saved value of {path} is of an unknown kind: {code[TAG]!r}.")
+            value = make(self, path, code)
         else:
             value = self._dict(path, code)
         # The code is kept, since its id is unique only while it exists.
         self._done[id(code)] = code, value
         return value
-
-    def build_other(self, path: str, code: dict[str, Any]) -> Any:
-        """Return the value of a code whose tag stands for no kind that is built in."""
-        raise StateError(f"The saved value of {path} is of an unknown kind: {code[TAG]!r}.")
 
     def _enter(self, path: str, part: Any) -> Any:
         self._built[path] = part
@@ -161,11 +163,18 @@ class Builder:
             raise StateError(f"{path} refers to {name}, which does not exist now.")
         return found
 
+    def _sharded(self, path: str, code: dict[str, Any]) -> Any:
+        return self._find_sharded(code["name"])
+
+    def _codes(self, path: str, code: dict[str, Any]) -> Any:
+        return Codes(code["value"])
+
     def _int(self, path: str, code: dict[str, Any]) -> Any:
         return int(code["value"], 16)
 
     def _scalar(self, path: str, code: dict[str, Any]) -> Any:
-        return parts_to_scalar(code["value"])
+        description, text = code["value"]
+        return np.ndarray((), dtype_of(description), bytearray(text, "latin-1"))[()]
 
     def _converted(self, path: str, code: dict[str, Any]) -> Any:
         parts = code["value"]
@@ -340,6 +349,8 @@ class Builder:
 
     builders: ClassVar[dict[str, Callable[[Any, str, dict[str, Any]], Any]]] = {
         "ref": _ref,
+        "sharded": _sharded,
+        "codes": _codes,
         "int": _int,
         "scalar": _scalar,
         "deque": _deque,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from helios.core.generators import is_generator
 from helios.core.memory import has_plain_bytes
+from helios.core.plain_values import qualified_name
 from helios.core.utils import collector_at_rest
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError, StateError
 from helios.storage import files
@@ -32,8 +33,9 @@ from helios.storage.container_checks import (
     reraise_os_error,
 )
 from helios.storage.files import DigestWriter
+from helios.storage.memory_layout import place_views
 from helios.storage.staging import HostBuffers, compact
-from helios.storage.type_converters import ShardedValue, type_name
+from helios.storage.type_converters import ShardedValue
 
 _ZIP_BEGINS = b"PK\x03\x04"
 # Warnings that torch emits for valid loads: the first one takes the file for a TorchScript archive,
@@ -71,7 +73,8 @@ def encode(
     coder = PayloadCoder(safe_types)
     try:
         with collector_at_rest():
-            code = coder.encode(tree)
+            code = coder.code("", tree)
+            place_views(coder)
     except Unsavable as error:
         place = f"{where}{error.path}".removeprefix(".")
         raise StateError(f"{place} cannot be saved: {error.reason}") from error
@@ -83,13 +86,6 @@ def encode(
     if buffers is not None:
         buffers.copy(groups)
     return code
-
-
-def decode(
-    tree: Any, *, safe_types: Iterable[Any] = (), find_sharded: FindSharded | None = None
-) -> Any:
-    """Return the tree that :func:`encode` was called with; :func:`read` does so itself."""
-    return PayloadBuilder(safe_types, find_sharded).build("", tree)
 
 
 def write_encoded(handle: BinaryIO | DigestWriter, tree: Any) -> None:
@@ -156,23 +152,14 @@ def read(
                 raise zipfile.BadZipFile("it is not a ZIP archive")
             check_sizes(handle)
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
-        return decode(tree, safe_types=safe_types, find_sharded=find_sharded)
+        builder = Builder(safe_types, find_sharded=find_sharded or ShardedValue)
+        return builder.build("", tree)
     except Exception as error:
-        reraise_os_error(error)
         if isinstance(error, DamagedCheckpointError):
             raise
         if isinstance(error, UnknownTypeError):
             raise IncompatibleCheckpointError(f"{path} was not loaded. {error}") from error
-        if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
-            raise MemoryError(f"There is not enough memory to load {path}.") from error
-        if names := unsafe_globals(path):
-            raise IncompatibleCheckpointError(
-                f"{path} was not loaded: it refers to {', '.join(names)}, which no checkpoint "
-                "does. None of it was called; do not load the file unless you know who wrote it."
-            ) from error
-        raise DamagedCheckpointError(
-            f"{path} cannot be read: {reason_of(error)}. Remove it, or use another checkpoint."
-        ) from error
+        raise _unreadable(path, error) from error
 
 
 def unsafe_globals(path: Path) -> list[str]:
@@ -201,29 +188,32 @@ def read_structure(path: Path, find_sharded: FindSharded | None = None) -> tuple
         MemoryError: if its objects do not fit into memory.
         OSError: if the file cannot be opened or read.
     """
-    tree, names = _read_structure(path)
+    check_directory(path)
+    names: list[str] = []
+    try:
+        tree = _map(path, ())
+    except Exception:
+        names = unsafe_globals(path)
+        try:
+            tree = _map(path, [(stand_in(name), name) for name in names])
+        except Exception as error:
+            raise _unreadable(path, error) from error
     return (tree if find_sharded is None else fill_sharded(tree, find_sharded)), names
 
 
-def _read_structure(path: Path) -> tuple[Any, list[str]]:
-    check_directory(path)
-    with contextlib.suppress(Exception):
-        return _map(path, ()), []
-    names = unsafe_globals(path)
-    try:
-        return _map(path, [(stand_in(name), name) for name in names]), names
-    except Exception as error:
-        reraise_os_error(error)
-        if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
-            raise MemoryError(f"There is not enough memory to inspect {path}.") from error
-        if names:
-            raise IncompatibleCheckpointError(
-                f"{path} refers to {', '.join(names)} and cannot be inspected: {reason_of(error)}. "
-                "Do not load it unless you know who wrote it."
-            ) from error
-        raise DamagedCheckpointError(
-            f"{path} cannot be read: {reason_of(error)}. Remove it, or use another checkpoint."
-        ) from error
+def _unreadable(path: Path, error: Exception) -> Exception:
+    """Return the error of a file that cannot be loaded; one of the file system is raised again."""
+    reraise_os_error(error)
+    if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
+        return MemoryError(f"There is not enough memory to load {path}.")
+    if names := unsafe_globals(path):
+        return IncompatibleCheckpointError(
+            f"{path} was not loaded: it refers to {', '.join(names)}, which no checkpoint "
+            "does. None of it was called; do not load the file unless you know who wrote it."
+        )
+    return DamagedCheckpointError(
+        f"{path} cannot be read: {reason_of(error)}. Remove it, or use another checkpoint."
+    )
 
 
 def _map(path: Path, stand_ins: Iterable[Any]) -> Any:
@@ -331,16 +321,6 @@ class PayloadCoder(Coder):
         # The tensor is kept with its code, since an id is unique only while the object exists.
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def encode(self, tree: Any) -> Any:
-        """Return the code of a payload.
-
-        Raises:
-            Unsavable: if a value has none.
-        """
-        code = self.code("", tree)
-        self.place_views()
-        return code
-
     def code_other(self, path: str, value: Any) -> Any:
         """Return the code of what a walk has written, or of a value of a user's type."""
         kind = type(value)
@@ -354,7 +334,7 @@ class PayloadCoder(Coder):
         if kind is not int and kind not in self._safe and not is_generator(value):
             raise Unsavable(
                 path,
-                f"{NO_VALUE.format(type_name(kind))}. Add the type to the model's "
+                f"{NO_VALUE.format(qualified_name(kind))}. Add the type to the model's "
                 "types_for_safe_load(), name the attribute in `unsaved`, or give its owner a "
                 "state_dict of plain values.",
             )
@@ -376,30 +356,6 @@ class PayloadCoder(Coder):
         return code
 
     makers: ClassVar = {**Coder.makers, Tensor: _plain_tensor}
-
-
-class PayloadBuilder(Builder):
-    """Builds a payload from its code.
-
-    Args:
-        safe_types: the types that may be created; no others are looked up.
-        find_sharded: returns the tensor that stands for a sharded one, by name.
-    """
-
-    def __init__(
-        self, safe_types: Iterable[Any] = (), find_sharded: FindSharded | None = None
-    ) -> None:
-        super().__init__(safe_types)
-        self._find_sharded = find_sharded or ShardedValue
-
-    def build_other(self, path: str, code: dict[str, Any]) -> Any:
-        """Return the value of a code that only payloads have."""
-        tag = code[TAG]
-        if tag == _SHARDED:
-            return self._find_sharded(code["name"])
-        if tag == "codes":
-            return Codes(code["value"])
-        return super().build_other(path, code)
 
 
 def fill_sharded(code: Any, find_sharded: FindSharded) -> Any:

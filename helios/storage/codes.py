@@ -21,10 +21,11 @@ from torch import Tensor
 
 from helios.core.generators import is_generator, kind_of_generator, state_of_generator
 from helios.core.memory import has_plain_bytes
+from helios.core.plain_values import qualified_name
 from helios.core.sharded_tensors import is_sharded
-from helios.storage.memory_layout import View, place
+from helios.storage.memory_layout import View
 from helios.storage.plain_objects import attributes_of, is_plain_object
-from helios.storage.type_converters import BY_TYPE, scalar_to_parts, type_name
+from helios.storage.type_converters import BY_TYPE, INLINE_BYTES, describe
 
 TAG: Final = "~"
 """The key of a dict that stands for another value; its value names the kind."""
@@ -59,7 +60,6 @@ NO_VALUE = "a checkpoint cannot contain a {}"
 
 # ``weights_only`` reads integers of up to 255 bytes.
 _BIG = 1 << 2000
-_LONG = 1 << 12
 _BY_ADDRESS: Any = object.__hash__
 _PLAIN = NATIVE - {int}
 SCALARS = frozenset({*np.sctypeDict.values()} - {np.object_})
@@ -130,7 +130,7 @@ class Coder:
         names: their paths, by id.
         kinds: classes of enum members, named tuples and plain objects that were met.
         views: tensors and arrays, by path.
-        tensors: the detached tensors in the codes, after :meth:`place_views`, by path.
+        tensors: the detached tensors in the codes, after :func:`place_views`, by path.
         overlaps: by path, what overlaps a neighbour in a way that no code describes: the name of
             the neighbour, and where it begins and ends, in bytes.
     """
@@ -151,7 +151,7 @@ class Coder:
     def code(self, path: str, value: Any) -> Any:
         """Return the code of a value.
 
-        Codes of tensors and arrays are complete after :meth:`place_views`.
+        Codes of tensors and arrays are complete after :func:`place_views`.
 
         Raises:
             Unsavable: if there is none.
@@ -162,10 +162,6 @@ class Coder:
             return value
         make = self.makers.get(kind)
         return self.code_other(path, value) if make is None else make(self, path, value)
-
-    def place_views(self) -> None:
-        """Complete the codes of tensors and arrays: memory that they share is written once."""
-        place(self)
 
     # ---- what a subclass may know
 
@@ -186,8 +182,8 @@ class Coder:
         if isinstance(value, Enum):
             self.kinds.add(kind)
             if isinstance(value, Flag):
-                return {TAG: "flag", "type": type_name(kind), "value": value.value}
-            return {TAG: "enum", "type": type_name(kind), "name": value.name}
+                return {TAG: "flag", "type": qualified_name(kind), "value": value.value}
+            return {TAG: "enum", "type": qualified_name(kind), "name": value.name}
         if is_generator(value):
             return self._generator(path, value)
         if isinstance(value, Tensor):
@@ -196,7 +192,7 @@ class Coder:
             return self._tuple(path, value)
         if is_plain_object(kind):
             return self._object(path, value)
-        raise Unsavable(path, NO_VALUE.format(type_name(kind).removeprefix("builtins.")))
+        raise Unsavable(path, NO_VALUE.format(qualified_name(kind).removeprefix("builtins.")))
 
     def code_member(self, path: str, value: Any) -> Any:
         """Return the code of a member of a dict, or :data:`HOLE`."""
@@ -218,7 +214,9 @@ class Coder:
 
     def _converted(self, path: str, value: Any) -> Any:
         converter = BY_TYPE[type(value)]
-        has_identity = type(value) is bytearray or (type(value) is bytes and len(value) > _LONG)
+        has_identity = type(value) is bytearray or (
+            type(value) is bytes and len(value) > INLINE_BYTES
+        )
         if has_identity and (ref := self.refer(path, value)):
             return ref
         parts = converter.to_parts(value)
@@ -229,7 +227,7 @@ class Coder:
         return {TAG: converter.tag, "value": parts}
 
     def _scalar(self, path: str, value: Any) -> Any:
-        return {TAG: "scalar", "value": scalar_to_parts(value)}
+        return {TAG: "scalar", "value": [describe(value.dtype), value.tobytes().decode("latin-1")]}
 
     def _members(self, path: str, values: Collection[Any]) -> list[Any]:
         if are_native(values):
@@ -254,7 +252,7 @@ class Coder:
         if kind is tuple:
             return tuple(items)
         self.kinds.add(kind)
-        return {TAG: "tuple", "type": type_name(kind), "items": items}
+        return {TAG: "tuple", "type": qualified_name(kind), "items": items}
 
     def _list(self, path: str, value: list[Any]) -> Any:
         return self.refer(path, value) or self._members(path, value)
@@ -356,7 +354,7 @@ class Coder:
             name: self.code_field(path_to(path, name), each)
             for name, each in attributes_of(value).items()
         }
-        return {TAG: "object", "type": type_name(kind), "fields": fields}
+        return {TAG: "object", "type": qualified_name(kind), "fields": fields}
 
     makers: ClassVar[dict[type, Callable[[Any, str, Any], Any]]] = {
         **dict.fromkeys(BY_TYPE, _converted),

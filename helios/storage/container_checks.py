@@ -58,7 +58,14 @@ def check_container(
     """
     with _container(path, part) as container:
         for record in container.infolist():
-            _check_record(container, record, watch)
+            _check_form(record)
+            # torch.serialization.set_crc32_options(False) leaves the checksums at zero.
+            if not record.CRC:
+                continue
+            with container.open(record) as handle:
+                while data := handle.read(_CHUNK_BYTES):
+                    if watch is not None:
+                        watch(len(data))
 
 
 @contextlib.contextmanager
@@ -81,21 +88,6 @@ def _check_form(record: zipfile.ZipInfo) -> None:
     # torch takes a record with this flag for a folder and leaves the tensor uninitialized.
     if record.external_attr & _FOLDER_FLAG or record.compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"the record {record.filename} is not as torch writes them")
-
-
-def _check_record(
-    container: zipfile.ZipFile,
-    record: zipfile.ZipInfo,
-    watch: Callable[[int], object] | None,
-) -> None:
-    _check_form(record)
-    # torch.serialization.set_crc32_options(False) leaves the checksums at zero.
-    if not record.CRC:
-        return
-    with container.open(record) as handle:
-        while data := handle.read(_CHUNK_BYTES):
-            if watch is not None:
-                watch(len(data))
 
 
 def reraise_os_error(error: Exception) -> None:
@@ -146,20 +138,15 @@ def check_sizes(handle: IO[bytes]) -> None:
     """
     with zipfile.ZipFile(handle) as container:
         root = container.namelist()[0].split("/")[0]
-        records = _find_records(container)
+        # torch ignores case in names, so of two such records it may read the other one.
+        records = {record.filename.casefold(): record for record in container.infolist()}
+        if len(records) < len(container.infolist()):
+            raise ValueError("several of its records have the same name")
         for key, num_bytes in _find_promises(_read(container, f"{root}/data.pkl")):
             record = records.get(f"{root}/data/{key}".casefold())
             found = 0 if record is None else record.file_size
             if found != num_bytes:
                 raise ValueError(f"the record {key} has {found} bytes instead of {num_bytes}")
-
-
-def _find_records(container: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    # torch ignores case in names, so of two such records it may read the other one.
-    records = {record.filename.casefold(): record for record in container.infolist()}
-    if len(records) < len(container.infolist()):
-        raise ValueError("several of its records have the same name")
-    return records
 
 
 def _read(container: zipfile.ZipFile, name: str) -> bytes:
@@ -190,19 +177,16 @@ def _find_promises(data: bytes) -> list[tuple[str, int]]:
             if members is not None:
                 members.append(top)
         elif name == "BINPERSID":
-            found.append(_promise(top))
+            match top:
+                case ("storage", str(kind), str(key), str(), int(count)) if kind in _ELEMENT_BYTES:
+                    found.append((key, count * _ELEMENT_BYTES[kind]))
+                case _:
+                    raise ValueError("it refers to a record in a way that torch does not write")
             top = members = None
         else:
             top = tuple(members) if name == "TUPLE" and members is not None else None
             members = [] if name == "MARK" else None
     return found
-
-
-def _promise(reference: Any) -> tuple[str, int]:
-    match reference:
-        case ("storage", str(kind), str(key), str(), int(count)) if kind in _ELEMENT_BYTES:
-            return key, count * _ELEMENT_BYTES[kind]
-    raise ValueError("it refers to a record in a way that torch does not write")
 
 
 @final

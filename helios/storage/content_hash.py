@@ -189,10 +189,6 @@ def _weights_of(names: str | tuple[str, ...], forms: tuple[_Form, ...]) -> tuple
     return hash_bytes(_token(text) + b"".join(sorted(parts))), [hash_bytes(x) | 1 for x in parts]
 
 
-def _digest_of(parts: list[bytes]) -> bytes:
-    return blake2b(b"".join(parts), digest_size=8).digest()
-
-
 def _token(text: str) -> bytes:
     data = text.encode("utf-8", "surrogatepass")
     return struct.pack("<I", len(data)) + data
@@ -255,7 +251,7 @@ class _Reader:
             text = f"{type(value).__qualname__} {names}"
         else:
             return self._name_unseen(value)
-        return _token(text) + _digest_of(parts)
+        return _token(text) + blake2b(b"".join(parts), digest_size=8).digest()
 
     def _read_sequence(self, members: list[Any]) -> list[bytes]:
         if len(members) > _MANY and all(type(member) is int for member in members):

@@ -395,14 +395,11 @@ def copy_rows(rows: Mapping[str, OwnRows], buffers: HostBuffers | None) -> Mappi
     """Return rows with copies of their tensors, or without buffers the rows themselves."""
     if buffers is None:
         return rows
-    copies = {
-        id(own): dataclasses.replace(own, tensor=_without_rest(own.tensor)) for own in rows.values()
-    }
+    copies = {}
+    for own in rows.values():
+        view = own.tensor.detach()
+        # The whole storage of a view is copied.
+        is_small = 2 * view.nbytes < view.untyped_storage().nbytes()
+        copies[id(own)] = dataclasses.replace(own, tensor=view.clone() if is_small else view)
     buffers.copy([own.tensor] for own in copies.values() if own.tensor.numel())
     return {name: copies[id(own)] for name, own in rows.items()}
-
-
-def _without_rest(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor; a copy, if it is a small part of a storage, which is copied."""
-    view = tensor.detach()
-    return view.clone() if 2 * view.nbytes < view.untyped_storage().nbytes() else view

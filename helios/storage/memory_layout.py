@@ -25,13 +25,10 @@ from helios.core.memory import (
     tensor_on,
 )
 from helios.errors import StateError
-from helios.storage.type_converters import describe, dtype_of
+from helios.storage.type_converters import INLINE_BYTES, describe, dtype_of
 
 if TYPE_CHECKING:
     from helios.storage.codes import Coder
-
-INLINE_BYTES = 4096
-"""Longer memory is a tensor of bytes: in a pickle, bytes would be escaped as text."""
 
 _HOST = torch.device("cpu")
 
@@ -50,8 +47,8 @@ class View(NamedTuple):
     code: dict[str, Any]
 
 
-def place(coder: Coder) -> None:
-    """Complete the codes of all views."""
+def place_views(coder: Coder) -> None:
+    """Complete the codes of all views: memory that they share is written once."""
     views = [*coder.views.values()]
     if not views:
         return
@@ -214,7 +211,7 @@ def lay(code: Mapping[str, Any], memory: bytearray | Tensor) -> Any:
     """Return the tensor or array that a code describes, as a view of memory.
 
     Args:
-        code: as :func:`place` has completed it.
+        code: as :func:`place_views` has completed it.
         memory: the bytes.
 
     Raises:

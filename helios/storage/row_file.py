@@ -79,7 +79,9 @@ class RowFile:
         elif self._cut_back(mark):
             self._handle = self._path.open("ab")
             return
-        self._begin()
+        self._digest, self._size = hashlib.sha256(), 0
+        self._handle = files.create(self._path)
+        self.append(self._header.decode())
 
     def append(self, text: str) -> None:
         """Append complete rows with their line ends, and pass them to the operating system.
@@ -123,11 +125,6 @@ class RowFile:
         self._digest.update(data)
         self._size += len(data)
 
-    def _begin(self) -> None:
-        self._digest, self._size = hashlib.sha256(), 0
-        self._handle = files.create(self._path)
-        self.append(self._header.decode())
-
     def _cut_back(self, mark: Mapping[str, Any]) -> bool:
         """Truncate the file to a mark; logs a warning and returns False if that is impossible."""
         if not self._path.exists():
@@ -168,12 +165,10 @@ class RowFile:
 
     def _move_aside(self, text: str) -> None:
         """Rename an existing file with rows, and log a warning with the old and new path."""
-        if not self._path.exists() or self._holds_no_row():
+        if not self._path.exists():
+            return
+        # A kill may have cut off the header.
+        may_be_empty = self._path.stat().st_size <= len(self._header)
+        if may_be_empty and self._header.startswith(self._path.read_bytes()):
             return
         _LOGGER.warning(text, self._path, files.rename_aside(self._path))
-
-    def _holds_no_row(self) -> bool:
-        """Return whether the file contains at most its header, possibly cut off by a kill."""
-        if self._path.stat().st_size > len(self._header):
-            return False
-        return self._header.startswith(self._path.read_bytes())

@@ -61,7 +61,8 @@ class HostBuffers:
             taken[size].append(target)
             devices.add(source.device)
             for tensor in group:
-                tensor.data = _look_at(target, tensor)
+                offset = int(tensor.storage_offset())
+                tensor.data = tensor_on(target, tensor.dtype, tensor.shape, tensor.stride(), offset)
         self._kept = dict(taken)
         for device in devices:
             if device.type == "cuda":
@@ -79,11 +80,6 @@ class HostBuffers:
         # Touch the pages now: the first write to a page is slow.
         memory.zero_()
         return memory.untyped_storage()
-
-
-def _look_at(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    view = torch.empty(0, dtype=like.dtype)
-    return view.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 def compact(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -202,20 +198,17 @@ class WriterThread:
         An interruption is raised afterwards. It does not shorten the wait: the thread must stop
         writing to the folder before another run may use it.
         """
+        interruption: KeyboardInterrupt | None = None
+        has_waited = False
         try:
-            self._wait_without_interruption()
+            while not has_waited:
+                try:
+                    self.wait()
+                    has_waited = True
+                except KeyboardInterrupt as error:
+                    interruption = error
+            if interruption is not None:
+                raise interruption
         finally:
             if self.buffers is not None:
                 self.buffers.release()
-
-    def _wait_without_interruption(self) -> None:
-        interruption: KeyboardInterrupt | None = None
-        has_waited = False
-        while not has_waited:
-            try:
-                self.wait()
-                has_waited = True
-            except KeyboardInterrupt as error:
-                interruption = error
-        if interruption is not None:
-            raise interruption

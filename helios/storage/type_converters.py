@@ -24,8 +24,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-# Larger byte strings are stored as tensors: in a pickle, they would be escaped as text.
-_MAX_INLINE_BYTES = 4096
+INLINE_BYTES = 4096
+"""Longer memory is a tensor of bytes: in a pickle, bytes would be escaped as text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Converter:
 
 
 def _pack(data: bytes) -> Any:
-    if len(data) <= _MAX_INLINE_BYTES:
+    if len(data) <= INLINE_BYTES:
         return data.decode("latin-1")
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
@@ -55,17 +55,6 @@ def _unpack(packed: Any) -> bytes:
     if isinstance(packed, str):
         return packed.encode("latin-1")
     return bytes(packed.numpy().tobytes())
-
-
-def scalar_to_parts(scalar: np.generic) -> list[Any]:
-    """Return dtype and bytes of a scalar."""
-    return [describe(scalar.dtype), scalar.tobytes().decode("latin-1")]
-
-
-def parts_to_scalar(parts: Sequence[Any]) -> Any:
-    """Invert :func:`scalar_to_parts`."""
-    description, text = parts
-    return np.ndarray((), dtype_of(description), bytearray(text, "latin-1"))[()]
 
 
 @functools.cache
@@ -149,11 +138,6 @@ BY_TAG = {converter.tag: converter for converter in _CONVERTERS}
 
 
 _OF_SCRIPT, _OF_STARTED_RANK = "__main__.", "__mp_main__."
-
-
-def type_name(kind: type) -> str:
-    """Return the full name of a type, as files contain it: the same in every process of a run."""
-    return in_every_process(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def in_every_process(name: str) -> str:

@@ -22,6 +22,7 @@ import torch
 from helios.errors import StateError
 from helios.storage.building import Builder
 from helios.storage.codes import TAG, Coder
+from helios.storage.memory_layout import place_views
 
 
 class Colour(enum.Enum):
@@ -172,7 +173,7 @@ def write(value: Any, coder: Coder | None = None) -> Any:
     """Return a value's code, as it comes from a file."""
     coder = coder or Coder()
     code = coder.code("x", value)
-    coder.place_views()
+    place_views(coder)
     buffer = io.BytesIO()
     torch.save(code, buffer)
     buffer.seek(0)
@@ -190,7 +191,7 @@ def test_values_come_back_with_type_and_bits_whatever_is_there(name: str) -> Non
     for other in (name, "NumPy arrays", "tensors"):
         live = Coder()
         live.code("x", through_a_file(VALUES[other]))
-        live.place_views()
+        place_views(live)
         first = Builder(_TYPES, live).build("x", code)
         assert is_same(first, VALUES[name])
 
@@ -244,7 +245,7 @@ def test_objects_that_are_there_are_filled_in_place() -> None:
     code, present = write(make_knot()), make_knot()
     live = Coder()
     live.code("x", present)
-    live.place_views()
+    place_views(live)
     members, box = [*present["1"]], present["1"][1]
     box.more = 1
     members[3].add(9)
@@ -322,7 +323,7 @@ def test_views_that_are_there_are_written_to(form: str) -> None:
         present["bytes"] = np.zeros(16, np.uint8)
     live = Coder()
     live.code("x", present)
-    live.place_views()
+    place_views(live)
     for name in ("rows", "tensor", "alone"):
         present[name][...] = 3
     before = dict(present)
@@ -341,11 +342,11 @@ def test_a_small_view_is_written_without_the_rest_of_its_memory() -> None:
     big = np.zeros((1000, 1000))
     coder = Coder()
     coder.code("x", [big[:, 3], big[5]])
-    coder.place_views()
+    place_views(coder)
     assert sum(each.numel() for held in coder.tensors.values() for each in held) < 10_000_000
     alone = Coder()
     alone.code("x", big[:, 3])
-    alone.place_views()
+    place_views(alone)
     assert sum(each.numel() for held in alone.tensors.values() for each in held) == 8000
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from helios.core.plain_values import qualified_name
 from helios.storage import codec
-from helios.storage.type_converters import type_name
 
 
 class Mode(enum.Enum):
@@ -49,11 +49,11 @@ def test_a_script_and_a_rank_that_it_started_read_each_others_types(
     """Python names the script ``__mp_main__`` in a process that it has started."""
     with monkeypatch.context() as patch:
         _in_module(writer, patch)
-        written = type_name(type(value))
+        written = qualified_name(type(value))
         code = codec.encode({"value": value}, where="model", safe_types=SAFE)
         codec.write_file(tmp_path / "file", code)
     _in_module(reader, monkeypatch)
     found = codec.read(tmp_path / "file", SAFE)["value"]
     assert type(found) is type(value)
-    assert type_name(type(found)) == written
+    assert qualified_name(type(found)) == written
     assert found.count == 7 if isinstance(found, Box) else found == value

@@ -45,12 +45,12 @@ def generators_are_not_restored(finish, pending, is_complete):
     finish(pending, is_complete)
 
 
-@fault("helios.state.optimizers:load_state", RESUMED)
-def optimizers_are_not_loaded(load_state, value, *args):
+@fault("helios.state.restoring:load_into", RESUMED)
+def optimizers_are_not_loaded(load_into, path, value, state):
     from torch.optim import Optimizer
 
     if not isinstance(value, Optimizer):
-        load_state(value, *args)
+        load_into(path, value, state)
 
 
 @fault("helios.state.walk:Walk.find", ALIASES)
