@@ -181,11 +181,13 @@ def _capture_objects(
         if leaves_out and parts.frozen is not None:
             model = parts.frozen.leave_out(model)
         plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
-        engine = _state_of_engine(parts.engine)
+        # Also where a method of the user's leaves out what its base returns.
+        engine = {**Engine.state_dict(parts.engine), **parts.engine.state_dict()}
         own = {"model": model, "engine": engine}
-        own |= {**_named("plugin", plugins), **_named("loop", loops)}
+        own |= {f"plugin {name!r}": state for name, state in plugins.items()}
+        own |= {f"loop {path!r}": state for path, state in loops.items()}
         owners, lacking = parts.owner_states.capture(own)
-    tables = _capture_tables(parts.model)
+    tables = {name: _as_plain(table) for name, table in parts.model.tables.items()}
     return Trained(model, tables, plugins, loops, engine, owners), own, lacking
 
 
@@ -220,24 +222,6 @@ def apply_trained(trained: Trained, parts: RunParts, *, is_inference: bool) -> N
 def _is_discovered(model: Model) -> bool:
     """Return whether Helios finds the model's state: it has no ``state_dict`` of its own."""
     return type(model).state_dict is Model.state_dict
-
-
-def _state_of_engine(engine: Engine) -> dict[str, Any]:
-    """Return the state of an engine, also where a method of the user's leaves out its base's."""
-    return {**Engine.state_dict(engine), **engine.state_dict()}
-
-
-def _named(kind: str, states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return states under the names of their owners."""
-    return {_owner_name(kind, name): state for name, state in states.items()}
-
-
-def _owner_name(kind: str, name: str) -> str:
-    return f"{kind} {name!r}"
-
-
-def _capture_tables(model: Model) -> dict[str, dict[str, Any]]:
-    return {name: _as_plain(table) for name, table in model.tables.items()}
 
 
 def _as_plain(table: dict[str, Any]) -> dict[str, Any]:
@@ -362,12 +346,10 @@ def _with_states(record: Record, states: Mapping[str, Any]) -> Record:
         "model": states.get("model", record.model),
         "engine": states.get("engine", record.engine),
         "plugins": {
-            name: states.get(_owner_name("plugin", name), state)
-            for name, state in record.plugins.items()
+            name: states.get(f"plugin {name!r}", state) for name, state in record.plugins.items()
         },
         "loops": {
-            name: states.get(_owner_name("loop", name), state)
-            for name, state in record.loops.items()
+            path: states.get(f"loop {path!r}", state) for path, state in record.loops.items()
         },
     }
     return dataclasses.replace(record, **parts) if states else record

@@ -273,20 +273,6 @@ def join_digests(facts: Mapping[str, FileFacts]) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def open_contents(path: Path, sidecar: Sidecar | None = None) -> Contents:
-    """Return the contents of a checkpoint, by its name.
-
-    Args:
-        path: the file or folder.
-        sidecar: that of the checkpoint; ``None`` without one.
-
-    Raises:
-        CheckpointError: as :class:`ShardedFolder`.
-        OSError: if the file system cannot read it.
-    """
-    return ShardedFolder(path, sidecar) if file_names.is_folder(path) else WholeFile(path)
-
-
 def unmigrated(path: Path) -> IncompatibleCheckpointError:
     """Return the error for a file of helios-ml, with the way to migrate it."""
     return IncompatibleCheckpointError(
@@ -375,7 +361,8 @@ class FileChecks:
 
     def find_files(self) -> None:
         """Check that all files are there, with the sizes that they were written with."""
-        self.contents = open_contents(self.path, self.sidecar)
+        if file_names.is_folder(self.path):
+            self.contents = ShardedFolder(self.path, self.sidecar)
         self.contents.watch = self._watch
         self.size = self.contents.size
 
@@ -522,13 +509,12 @@ def read_sidecar(path: Path) -> Sidecar | None:
     return Sidecar.from_json(data.decode("utf-8", "replace"), name=str(place))
 
 
-def read_step(path: Path) -> int | None:
-    """Return the optimizer steps of a checkpoint; ``None`` without a sidecar that states them."""
+def try_sidecar(path: Path) -> Sidecar | None:
+    """Return the sidecar of a checkpoint, or ``None`` if there is none that can be read."""
     try:
-        sidecar = read_sidecar(path)
+        return read_sidecar(path)
     except (CheckpointError, OSError):
         return None
-    return None if sidecar is None else sidecar.step
 
 
 def load(

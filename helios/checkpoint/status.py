@@ -240,13 +240,13 @@ def survey(
     for name, below, names in os.walk(root, onerror=refuse):
         folder = Path(name)
         present = [folder / part for part in (*names, *below)]
-        below[:] = sorted(part for part in below if not _is_apart(part))
+        below[:] = sorted(
+            part
+            for part in below
+            if not part.startswith("before-") and not file_names.is_folder(Path(part))
+        )
         if with_file in names or any(map(_is_shown, present)):
             yield examine_folder(folder, look)
-
-
-def _is_apart(name: str) -> bool:
-    return name.startswith("before-") or file_names.is_folder(Path(name))
 
 
 def _is_shown(path: Path) -> bool:

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple, final
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.record import Record
-from helios.checkpoint.sidecar import Sidecar
 from helios.counters import Phase
 from helios.errors import ArgumentError, CheckpointError, LedgerError, UsageError
 from helios.findings import Level, level_of
@@ -143,7 +142,8 @@ def find_range(run: Run, asked: ReplayOptions) -> ReplayRange:
     after, checkpoint = _choose(begins, asked.start, folder.path)
     # The run may have resumed from any of them.
     for place, path in begins:
-        sidecar = None if path is None or place < after else _read_sidecar(path)
+        # Loading reports one that cannot be read, if it is the one that is needed.
+        sidecar = None if path is None or place < after else loading.try_sidecar(path)
         if path is not None and sidecar is not None and sidecar.level:
             _require_restart(Level(sidecar.level), f"according to {path.name}")
     return ReplayRange(
@@ -154,14 +154,6 @@ def find_range(run: Run, asked: ReplayOptions) -> ReplayRange:
         meets_end=asked.stop is None and extent.has_ended,
         witness=checkpoint or (present[0] if present else None),
     )
-
-
-def _read_sidecar(path: Path) -> Sidecar | None:
-    try:
-        return loading.read_sidecar(path)
-    except (CheckpointError, OSError):
-        # Loading the checkpoint reports it, if it is the one that is needed.
-        return None
 
 
 def _require_restart(level: Level, source: str) -> None:
@@ -223,7 +215,9 @@ def _choose(
     found = "there is none"
     if saved:
         number, oldest = saved[0]
-        found = f"the oldest one is of iteration {with_step(number, loading.read_step(oldest))}"
+        sidecar = loading.try_sidecar(oldest)
+        step = None if sidecar is None else sidecar.step
+        found = f"the oldest one is of iteration {with_step(number, step)}"
     raise CheckpointError(
         f"A replay must begin at a checkpoint that is older than the lines that it repeats, but "
         f"in {folder}, {found}"
