@@ -38,8 +38,8 @@ _OWN_KINDS = (FindingKind.OBSTACLE, FindingKind.UNSHARED)
 def capture(parts: RunParts) -> Record:
     """Return the complete state of a run, by reference; all processes must call this together."""
     run, source = parts.run, parts.training_source
-    trained, own, lacking = _capture_objects(parts, leaves_out=True)
-    model, owners = trained.model, trained.owners
+    objects, own, lacking = _capture_objects(parts, leaves_out=True)
+    model, owners = objects["model"], objects["owners"]
     is_discovered = _is_discovered(parts.model)
     # A model that overrides state_dict may have a key of this name.
     lost = model.get("missing", {}) if is_discovered else {}
@@ -57,25 +57,20 @@ def capture(parts: RunParts) -> Record:
     return Record(
         training_state=run.state.dict(),
         cursor=run.cursor.dict(),
-        model=model,
         by_rank=by_rank,
-        tables=trained.tables,
         is_manual=run.is_manual,
-        plugins=trained.plugins,
-        loops=trained.loops,
         data={
             "description": source.description,
             "state": _capture_data(parts),
             "length": source.pass_length if run.cursor.batch else source.length,
         },
-        engine=trained.engine,
         rng=rng.read_states(),
         num_threads=torch.get_num_threads(),
         num_replicas=parts.replicas.num_replicas,
         findings=findings,
-        owners=owners,
         best_validations=run.best.as_plain(),
         loss_means=parts.loss_means.capture(parts.replicas.gather_objects),
+        **objects,
     )
 
 
@@ -119,57 +114,33 @@ def apply(record: Record, parts: RunParts, *, state: TrainingState, cursor: Curs
     parts.training_source.load_state_dict(record.data["state"])
     if parts.frozen is not None:
         parts.frozen.keep(references_of(record.model))
-    apply_trained(Trained.of(record), parts, is_inference=False)
+    apply_trained(record, parts, is_inference=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """The state of the objects of a run, for inference and for other processes.
-
-    Attributes:
-        model: the result of its ``state_dict``.
-        tables: its tables of losses and scores.
-        plugins: states of plugins by id.
-        loops: states of loops by role path.
-        engine: the state of the engine.
-        owners: attributes that training changed, by owner.
-        end: the counters and logs of the end of training, without what objects hold; ``None``
-            before it.
-    """
-
-    model: dict[str, Any]
-    tables: dict[str, dict[str, Any]]
-    plugins: dict[str, Any]
-    loops: dict[str, Any]
-    engine: dict[str, Any]
-    owners: dict[str, dict[str, Any]]
-    end: Record | None = None
-
-    @classmethod
-    def of(cls, record: Record) -> Trained:
-        """Return the part of a record."""
-        return cls(*(getattr(record, field.name) for field in dataclasses.fields(cls)[:-1]))
-
-
-def choose_trained(record: Record, replicas: Replicas) -> Trained:
-    """Return the state of a process, or of rank 0 if the number of processes has changed."""
+def choose_trained(record: Record, replicas: Replicas) -> Record:
+    """Return the record of a process, or of rank 0 if the number of processes has changed."""
     is_same = len(record.by_rank) == replicas.num_processes
-    return Trained.of(_take_own_part(record, replicas) if is_same else record)
+    return _take_own_part(record, replicas) if is_same else record
 
 
-def capture_trained(parts: RunParts) -> Trained:
-    """Return the state of the objects, by reference; all processes must call this together."""
-    trained, _, _ = _capture_objects(parts, leaves_out=False)
-    joined = parts.replicas.join_shards((trained.model, trained.plugins, trained.owners))
-    return dataclasses.replace(
-        trained, **dict(zip(("model", "plugins", "owners"), joined, strict=True))
-    )
+def capture_trained(parts: RunParts) -> Record:
+    """Return the state of the objects, by reference; all processes must call this together.
+
+    The record is for :func:`apply_trained` in this process or another one, which needs no more.
+    """
+    objects, _, _ = _capture_objects(parts, leaves_out=False)
+    names = ("model", "plugins", "owners")
+    joined = parts.replicas.join_shards(tuple(objects[name] for name in names))
+    objects.update(zip(names, joined, strict=True))
+    run, num_replicas = parts.run, parts.replicas.num_replicas
+    state, cursor = run.state.dict(), run.cursor.dict()
+    return Record(training_state=state, cursor=cursor, rng={}, num_replicas=num_replicas, **objects)
 
 
 def _capture_objects(
     parts: RunParts, *, leaves_out: bool
-) -> tuple[Trained, dict[str, dict[str, Any]], dict[str, str]]:
-    """Return what objects hold, what their own ``state_dict`` returned, and what is missing.
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, str]]:
+    """Return entries of a record, what ``state_dict`` of objects returned, and what is missing.
 
     Args:
         parts: the objects of the run.
@@ -187,36 +158,43 @@ def _capture_objects(
         own |= {f"plugin {name!r}": state for name, state in plugins.items()}
         own |= {f"loop {path!r}": state for path, state in loops.items()}
         owners, lacking = parts.owner_states.capture(own)
-    tables = {name: _as_plain(table) for name, table in parts.model.tables.items()}
-    return Trained(model, tables, plugins, loops, engine, owners), own, lacking
+    objects = {
+        "model": model,
+        "tables": {name: _as_plain(table) for name, table in parts.model.tables.items()},
+        "plugins": plugins,
+        "loops": loops,
+        "engine": engine,
+        "owners": owners,
+    }
+    return objects, own, lacking
 
 
-def apply_trained(trained: Trained, parts: RunParts, *, is_inference: bool) -> None:
+def apply_trained(record: Record, parts: RunParts, *, is_inference: bool) -> None:
     """Restore the state of the objects of a run.
 
     Args:
-        trained: it.
+        record: what holds it.
         parts: the objects of the run, after its setup.
         is_inference: whether to ignore state of objects that the run does not have.
 
     Raises:
         StateError: if an object refuses its state.
     """
-    trained = dataclasses.replace(trained, model=complete(trained.model, parts.model))
+    model = complete(record.model, parts.model)
     if not is_inference:
         # One that a model of helios-ml made of its own has no such form.
-        is_captured = _is_discovered(parts.model) and "objects" in trained.model
-        made = parts.model.discovery.check(trained.model) if is_captured else {}
-        parts.owner_states.check(trained.owners, made)
+        is_captured = _is_discovered(parts.model) and "objects" in model
+        made = parts.model.discovery.check(model) if is_captured else {}
+        parts.owner_states.check(record.owners, made)
     # Also where a method of the user's leaves out that of its base.
-    Engine.load_state_dict(parts.engine, trained.engine)
-    parts.engine.load_state_dict(trained.engine)
-    parts.owner_states.prepare(trained.owners)
-    parts.model.load_state_dict(trained.model, fast_init=is_inference)
-    apply_tables(trained.tables, parts.model)
-    parts.plugin_states.restore(trained.plugins)
-    parts.loop_states.restore(trained.loops)
-    parts.owner_states.restore(trained.owners, is_inference=is_inference)
+    Engine.load_state_dict(parts.engine, record.engine)
+    parts.engine.load_state_dict(record.engine)
+    parts.owner_states.prepare(record.owners)
+    parts.model.load_state_dict(model, fast_init=is_inference)
+    apply_tables(record.tables, parts.model)
+    parts.plugin_states.restore(record.plugins)
+    parts.loop_states.restore(record.loops)
+    parts.owner_states.restore(record.owners, is_inference=is_inference)
 
 
 def _is_discovered(model: Model) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 import torch
 
 from helios.checkpoint import file_names
-from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
+from helios.checkpoint.capture import apply_trained, capture_trained, detach
 from helios.checkpoint.frozen import references_of
 from helios.checkpoint.record import Record
 from helios.core import rng
@@ -471,10 +471,8 @@ class Run:
         trained = capture_trained(self.parts)
         if self.info.rank != 0:
             return
-        if self.trained is not None:
-            trained = dataclasses.replace(trained, end=self.trained.end)
         on_cpu = move_to_device(trained, torch.device("cpu"))
-        packed = on_cpu, self.horizon
+        packed = on_cpu, self.horizon, None if self.trained is None else self.trained.end
         self.collected = pack_by_value(packed, "The state of model and plugins")
 
     def leave(self, obstacle: str, end: Record) -> None:
@@ -504,7 +502,7 @@ class Run:
         if not self.is_rank:
             self.team.on_each(prepare)
 
-    def restore(self, trained: Trained) -> None:
+    def restore(self, trained: Record) -> None:
         """Set everything up, with the results of a call that has ended."""
         is_inference = self.phase is not Phase.TRAINING
         makes_base = references_of(trained.model) is not None
@@ -601,7 +599,7 @@ class Run:
         self.datamodule.setup()
         warn_of_unread_datasets(self.datamodule)
 
-    def open_saved_source(self, trained: Trained | None) -> Source | None:
+    def open_saved_source(self, trained: Record | None) -> Source | None:
         """Open the training data if a data set or its collate function has a state."""
         names = () if trained is None else trained.owners
         is_saved = any(name.startswith(("data set", "collate function")) for name in names)
