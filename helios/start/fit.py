@@ -50,7 +50,9 @@ def train(training: Training) -> str:
     run_log.cut_logs()
     for listener in training.parts.run_listeners:
         listener.opened()
-    origin.release_payload()
+    if origin.loaded is not None:
+        # What was loaded from it is copied by now.
+        origin.loaded.payload.clear()
     run.has_begun = True
     run.hooks.emit("on_fit_start")
     begin = time.perf_counter()

@@ -130,7 +130,8 @@ def find_compiled(model: Model) -> list[str]:
         f"{path}.{name}".rstrip(".")
         for path, network in model.discovery.modules().items()
         for name, module in network.named_modules()
-        if _is_compiled(module) and _is_of_inductor(module)
+        if (compiled_call(module) is not None or COMPILED in vars(module).get("_modules", {}))
+        and _is_of_inductor(module)
     ]
     places = (*reversed(type(model).__mro__), model)
     functions = {name: value for place in places for name, value in vars(place).items()}
@@ -141,10 +142,6 @@ def find_compiled(model: Model) -> list[str]:
         and _CONFIGURATION in vars(value)
         and _is_of_inductor(value)
     ]
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return compiled_call(module) is not None or COMPILED in vars(module).get("_modules", {})
 
 
 def _is_of_inductor(compiled: Any) -> bool:
@@ -162,7 +159,12 @@ def _find_bound(replicas: Replicas, model: Model, record: Record | None) -> Iter
         yield _MANUAL
     if isgeneratorfunction(model.train_step):
         yield SEPARATE_UPDATES
-    names = list(_find_sync_batch_norms(model))
+    names = [
+        f"{path}.{name}".rstrip(".")
+        for path, network in model.discovery.modules().items()
+        for name, module in network.named_modules()
+        if isinstance(module, nn.SyncBatchNorm)
+    ]
     if names:
         _check_one_each(replicas, f"SyncBatchNorm ({', '.join(names)})", "Use BatchNorm")
         yield f"SyncBatchNorm ({', '.join(names)}) sums in its own order"
@@ -177,13 +179,6 @@ def _check_one_each(replicas: Replicas, what: str, remedy: str) -> None:
             f"for {replicas.num_replicas} replicas. Start {replicas.num_replicas} processes, with "
             f"Trainer(nproc={replicas.num_replicas}) or torchrun. {remedy} to train on fewer."
         )
-
-
-def _find_sync_batch_norms(model: Model) -> Iterator[str]:
-    for path, network in model.discovery.modules().items():
-        for name, module in network.named_modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                yield f"{path}.{name}".rstrip(".")
 
 
 _LOGGER = logging.getLogger(__name__)

@@ -511,11 +511,6 @@ class Origin:
         """The iteration of the checkpoint; 0 for the beginning."""
         return 0 if self.record is None else self.record.place[1]
 
-    def release_payload(self) -> None:
-        """Release the checkpoint's content, once it is loaded: its tensors are copied by then."""
-        if self.loaded is not None:
-            self.loaded.payload.clear()
-
     def describe_rescue(self) -> str:
         """Return what an error leaves to the user before anything was trained."""
         if self.loaded is None:
@@ -594,8 +589,14 @@ def find_origin(run: Run) -> Origin:
 
     def choose() -> tuple[Loaded | None, Origin]:
         origin = _choose_origin(folder, run.options, run.name, types)
-        _check_replicas(origin.loaded, run.replicas.num_replicas)
-        return origin.loaded, replace(origin, loaded=None)
+        loaded, count = origin.loaded, run.replicas.num_replicas
+        if loaded is not None and loaded.record.num_replicas not in (0, count):
+            raise RunMismatchError(
+                f"{loaded.path} was saved with {loaded.record.num_replicas} replicas, but newer "
+                f"files of the run were saved with {count}. Move the files of one kind out of "
+                "the folder."
+            )
+        return loaded, replace(origin, loaded=None)
 
     def pass_over(path: Path, damage: str) -> None:
         if path.parent != folder.path or folder.share is None:
@@ -605,15 +606,6 @@ def find_origin(run: Run) -> Origin:
 
     loaded, origin = load_together(choose, types, run.replicas, run.share, pass_over=pass_over)
     return replace(origin, folder=folder, loaded=loaded, lock=lock)
-
-
-def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:
-    if loaded is not None and loaded.record.num_replicas not in (0, num_replicas):
-        raise RunMismatchError(
-            f"{loaded.path} was saved with {loaded.record.num_replicas} replicas, but newer "
-            f"files of the run were saved with {num_replicas}. Move the files of one kind out of "
-            "the folder."
-        )
 
 
 def _choose_origin(

@@ -91,17 +91,6 @@ LOOP_PATH = "fit"
 _OF_MODEL = "Without them all networks, optimizers and schedulers among its attributes are saved."
 
 
-def _make_engine(options: Options, device: torch.device) -> Engine:
-    if options.engine is not None:
-        return options.engine
-    return Engine(
-        device,
-        clip_norm=options.clip_norm,
-        clip_value=options.clip_value,
-        precision=options.precision or Precision.FP32,
-    )
-
-
 class _Process:
     """The call that this process runs, of which a forked child has none, and what it trained."""
 
@@ -266,20 +255,30 @@ class Run:
         if self.phase is Phase.TRAINING:
             store = self.options.store_for(self.plugins.values())
             self.options = dataclasses.replace(self.options, store=store)
-        self.engine = _make_engine(self.options, device_for(self.options, launch))
+        options = self.options
+        self.engine = (
+            options.engine
+            if options.engine is not None
+            else Engine(
+                device_for(options, launch),
+                clip_norm=options.clip_norm,
+                clip_value=options.clip_value,
+                precision=options.precision or Precision.FP32,
+            )
+        )
         self.engine.replicas = Replicas()
         if num_replicas:
             self.engine.replicas = Replicas(
                 num_replicas,
                 self.info,
                 device=self.engine.device,
-                is_sharded=self.options.sharding == "full",
+                is_sharded=options.sharding == "full",
             )
-        self.hooks = self._make_bus()
+        self.renew_hooks()
         self.display = Display()
         self._is_shown = is_shown
         if is_shown and self.info.rank == 0:
-            self.display = ProgressDisplay(self.options.enable_progress_bar)
+            self.display = ProgressDisplay(options.enable_progress_bar)
         self.sources: dict[Phase, list[Source]] = {}
         self.settings = ExitStack()
         self.fresh: dict[str, Any] = {}
@@ -288,8 +287,9 @@ class Run:
         self.base: dict[str, str] | None = None
         self.owners = Owners()
 
-    def _make_bus(self) -> Bus:
-        return Bus(
+    def renew_hooks(self) -> None:
+        """Find what receives events from here on: ``setup`` may replace methods."""
+        self.hooks = Bus(
             plugins=list(self.plugins.values()),
             monitors=[plugin for plugin in self.plugins.values() if plugin.monitor],
             data=self.datamodule,
@@ -313,7 +313,7 @@ class Run:
     @property
     def name(self) -> str:
         """The name of the run, which its files have."""
-        return self.options.name_for(self.model.save_name)
+        return self.options.run_name or self.model.save_name
 
     @property
     def objects(self) -> list[Any]:
@@ -523,8 +523,8 @@ class Run:
 
     def detach(self, record: Record, *, is_shown: bool = False) -> Record:
         """Return a record without references to its file; ``is_shown``: user code sees it whole."""
-        keeps_nothing = type(self.model).load_state_dict is Model.load_state_dict and not is_shown
-        return detach(record, keeps_model=not keeps_nothing, is_shown=is_shown)
+        has_own = type(self.model).load_state_dict is not Model.load_state_dict
+        return detach(record, keeps_model=has_own or is_shown, is_shown=is_shown)
 
     def begin(self, parts: RunParts) -> None:
         """Give the objects of the run to all that need them while it goes on."""
@@ -588,11 +588,10 @@ class Run:
 
     def set_up_others(self) -> None:
         """Set up everything but the model: seed, registries, plugins and data."""
-        registry = self.options
-        run = self.options
-        rng.seed_setup(run.seed)
-        if registry.src_root is not None:
-            update_all_registries(registry.src_root, import_prefix=registry.import_prefix)
+        options = self.options
+        rng.seed_setup(options.seed)
+        if options.src_root is not None:
+            update_all_registries(options.src_root, import_prefix=options.import_prefix)
         self._set_places()
         for plugin in self.plugins.values():
             plugin.setup()
@@ -655,10 +654,6 @@ class Run:
         if not makes_base and (is_resumed or run.can_save):
             context.check_loads()
         self.renew_hooks()
-
-    def renew_hooks(self) -> None:
-        """Let methods that setup has replaced receive events from here on."""
-        self.hooks = self._make_bus()
 
     def _open_trained_source(self) -> Source | None:
         """Open the training data while the model is set up; ``None`` if nothing is trained."""

@@ -242,6 +242,7 @@ def warn_of_idle_options(
         )
     validates = schedule.valid_frequency is not None
     waits = validates or schedule.early_stop_cycles is not None
+    is_called = model.batch_processor is not None or any(is_own(model, name) for name in _CALLED)
     if rule is not None and not (validates and has_validation):
         _LOGGER.warning(
             "There is no validation that computes the score %r, so KeepBest and EarlyStopping "
@@ -254,17 +255,12 @@ def warn_of_idle_options(
             "There is no validation data, so valid_frequency and early_stop_cycles have no "
             "effect. Assign self.valid_dataset in the data module's setup()."
         )
-    elif validates and _computes_nothing(model):
+    elif validates and not is_called:
         _LOGGER.warning(
             "%s has no valid_step, so validations compute no scores. %s",
             type(model).__name__,
             _suggest(model),
         )
-
-
-def _computes_nothing(model: Model) -> bool:
-    """Return whether a validation calls no code of the user's model."""
-    return model.batch_processor is None and not any(is_own(model, name) for name in _CALLED)
 
 
 def _suggest(model: Model) -> str:

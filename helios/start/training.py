@@ -161,7 +161,7 @@ def set_up_training(
     recorders = []
     if make is not None:
         recorders = make(identity, level)
-    elif origin.folder is not None and options.writes_ledger:
+    elif origin.folder is not None and options.can_save and options.ledger != "off":
         facts = _describe_start(run, declared.params, setup_changes, level, machine)
         recorders = make_recorders(
             origin, run.model, run.replicas, identity, facts, changes=changes
