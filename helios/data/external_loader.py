@@ -149,13 +149,14 @@ class ExternalSource(Source):
         self._stateful.load_state_dict(copy.deepcopy(state_dict["loader"]))
         self._end_state = [state_dict["loader"]] if state_dict.get("is_over") else []
 
-    def hold_state(self, state: dict[str, Any] | None) -> None:
-        """Use a state that was read before the next batch was fetched ahead."""
-        self._held_state = state
+    def hold_state(self, state: dict[str, Any] | None, *, is_over: bool = False) -> None:
+        """Use a state that was read before the next batch was fetched ahead.
 
-    def note_end(self, *, is_over: bool) -> None:
-        """Record whether the batch of the held state is the last one of its pass."""
-        self._is_over = is_over
+        Args:
+            state: the state.
+            is_over: whether the batch before it is the last one of its pass.
+        """
+        self._held_state, self._is_over = state, is_over
 
     def release_state(self) -> None:
         """Use the loader's current state again instead of the held one."""
@@ -331,9 +332,8 @@ class _ProbedBatches(_ForeignBatches):
             raise StopIteration
         state = self._source.read_state()
         self._following = self._fetch()
-        self._source.hold_state(state)
         self.is_last = self._following is _END
-        self._source.note_end(is_over=self.is_last)
+        self._source.hold_state(state, is_over=self.is_last)
         return [batch]
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, final
 
 import numpy as np
@@ -38,6 +39,7 @@ from helios.data.source import (
     pin,
     run_on_one_thread,
 )
+from helios.data.workers import end_workers
 from helios.storage.content_hash import Content, read_sums
 
 _INT = frozenset((int,))
@@ -132,7 +134,8 @@ class KeyedSource(Source):
     def _find_indices(self, epoch: int, batch: int, sample: int) -> list[Any] | None:
         """Compute the indices; unknown if a user's sampler has a state or splits the data."""
         position = self._place(epoch, batch, sample)
-        return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
+        hands = self._deal.hands_at(position, self.loader.keyed_dataset.dataset)
+        return hands if hands is None or self._deal.is_flat else [*chain.from_iterable(hands)]
 
     def fetch_again(
         self, epoch: int, batch: int, times: int = 1
@@ -175,7 +178,7 @@ class KeyedSource(Source):
 
     def close(self) -> None:
         """End persistent workers."""
-        self.loader.end_workers()
+        end_workers(self.loader)
 
 
 def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:

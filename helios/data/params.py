@@ -119,13 +119,6 @@ class DataLoaderParams:
                     raise ArgumentError(
                         f"DataLoaderParams({name}=...) must be {rule}, got {value!r}."
                     )
-        self._check_order()
-
-    def without_workers(self) -> DataLoaderParams:
-        """Return a copy that fetches in the training process."""
-        return dataclasses.replace(self, num_workers=0, **_WORKER_OPTIONS)
-
-    def _check_order(self) -> None:
         if self.sampler is not None and not isinstance(self.sampler, ResumableSamplerType):
             raise ArgumentTypeError(
                 "DataLoaderParams(sampler=...) must derive from ResumableSampler or "
@@ -138,10 +131,13 @@ class DataLoaderParams:
                 "DataLoaderParams(shuffle=True) has no effect together with a sampler, which "
                 "determines the order."
             )
-        if self.batch_sampler is None:
-            return
-        if self.batch_size != 1 or self.shuffle or self.drop_last or self.sampler is not None:
+        is_ordered = self.shuffle or self.drop_last or self.sampler is not None
+        if self.batch_sampler is not None and (is_ordered or self.batch_size != 1):
             raise ArgumentError(
                 "DataLoaderParams(batch_sampler=...) cannot be combined with batch_size, shuffle, "
                 "sampler or drop_last, because the batch sampler determines all of these."
             )
+
+    def without_workers(self) -> DataLoaderParams:
+        """Return a copy that fetches in the training process."""
+        return dataclasses.replace(self, num_workers=0, **_WORKER_OPTIONS)
