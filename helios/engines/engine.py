@@ -33,15 +33,6 @@ def redefines(owner: object, base: type, name: str) -> bool:
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
 
-def _check_limit(name: str, value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < math.inf):
-        raise ArgumentError(
-            f"Engine({name}=...) must be None or a positive number, got {value!r}. Pass None to "
-            "disable it."
-        )
-
-
 class Engine(StandaloneEngine):
     """A device, a precision and the replicas of a run; runs backward and the optimizer step.
 
@@ -113,7 +104,12 @@ class Engine(StandaloneEngine):
         self._precision = as_precision(precision)
         self._limits = {"clip_norm": clip_norm, "clip_value": clip_value}
         for name, value in self._limits.items():
-            _check_limit(name, value)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < math.inf):
+                raise ArgumentError(
+                    f"Engine({name}=...) must be None or a positive number, got {value!r}. Pass "
+                    "None to disable it."
+                )
         if clip_norm is not None and clip_value is not None:
             raise ArgumentError(
                 f"Engine(clip_value=...) must be None if clip_norm is set, got {clip_value!r}. "
