@@ -45,11 +45,9 @@ def capture(parts: RunParts) -> Record:
     lost = model.get("missing", {}) if is_discovered else {}
     misfits = model.pop("misfits", {}) if is_discovered else {}
     own_missing = {**parts.findings.missing, **lost, **lacking}
-    missing, misfits, claims = _join(parts, own_missing, misfits)
+    missing, claims = _join(parts, own_missing, misfits)
     if is_discovered:
         del own["model"]
-    # In all processes: if only one raised, the others would wait forever.
-    _refuse_misfits(misfits)
     by_rank = _gather_own_parts(parts, model, owners, own)
     findings = Findings(parts.findings.of(*_OWN_KINDS))
     findings.add_missing(missing)
@@ -81,16 +79,6 @@ def _capture_data(parts: RunParts) -> dict[str, Any]:
     if parts.replicas.has_single_process or not source.state_is_per_replica:
         return state
     return source.join_states(parts.replicas.gather_objects(state))
-
-
-def _refuse_misfits(misfits: dict[str, str]) -> None:
-    if misfits:
-        names = [f"{path} ({text})" if text else path for path, text in sorted(misfits.items())]
-        raise StateError(
-            "A checkpoint must match what setup() creates, but networks, optimizers or parameters "
-            f"were added, removed or changed in structure since: {', '.join(names)}. No resume "
-            "could restore that, so nothing was written. Create all of them in setup()."
-        )
 
 
 def apply(record: Record, parts: RunParts, *, state: TrainingState, cursor: Cursor) -> None:
@@ -219,8 +207,12 @@ def apply_tables(tables: Mapping[str, Mapping[str, Any]], model: Model) -> None:
 
 def _join(
     parts: RunParts, missing: dict[str, str], misfits: dict[str, str]
-) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Merge what is missing, what prevents a resume, and the claims, over all processes."""
+) -> tuple[dict[str, str], list[str]]:
+    """Merge what is missing, and the claims, over all processes.
+
+    Raises:
+        StateError: in all processes, if something prevents a resume in one of them.
+    """
     everybodys: dict[str, str] = {}
     unfit: dict[str, str] = {}
     claims: dict[str, None] = {}
@@ -229,7 +221,14 @@ def _join(
         everybodys |= own
         unfit |= odd
         claims |= dict.fromkeys(words)
-    return everybodys, unfit, list(claims)
+    if unfit:
+        names = [f"{path} ({text})" if text else path for path, text in sorted(unfit.items())]
+        raise StateError(
+            "A checkpoint must match what setup() creates, but networks, optimizers or parameters "
+            f"were added, removed or changed in structure since: {', '.join(names)}. No resume "
+            "could restore that, so nothing was written. Create all of them in setup()."
+        )
+    return everybodys, list(claims)
 
 
 def _gather_own_parts(

@@ -17,11 +17,10 @@ from typing import Any
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.loading import RECORD_NAME, Loaded, join_digests, load_checkpoint
-from helios.checkpoint.record import require_keys
 from helios.checkpoint.retention import CheckpointStore, Entry, plan, with_sidecar
 from helios.checkpoint.sidecar import Sidecar
 from helios.core.sharded_tensors import RowShare
-from helios.errors import DamagedCheckpointError, StateError
+from helios.errors import DamagedCheckpointError
 from helios.storage import codec, files
 from helios.storage.files import FileFacts
 from helios.storage.staging import HostBuffers
@@ -59,18 +58,9 @@ class PendingCheckpoint:
             buffers: copy all tensors into these, so that training may continue before the commit.
 
         Raises:
-            StateError: for a value that could not be loaded again, or a payload that disagrees
-                with its name or sidecar.
+            StateError: for a value that could not be loaded again.
             MemoryError: if the copies do not fit.
         """
-        require_keys(self.payload)
-        if file_names.parse(self.path) is None:
-            raise StateError(f"The checkpoint {self.path.name} must name its epoch and iteration.")
-        try:
-            loading.check_agreement(self.path.name, self.payload, self.sidecar)
-        except DamagedCheckpointError as error:
-            text = f"The checkpoint would be refused when it is loaded: {error}"
-            raise StateError(text) from None
         types = list(self.safe_types)
         self.code = codec.encode(self.payload, where="", safe_types=types, buffers=buffers)
         self.payload = {}

@@ -110,19 +110,16 @@ class Order(ABC):
     yields_batches: bool = False
 
     @abstractmethod
-    def blocks(self, position: Position) -> Iterator[list[Any]]:
-        """Iterate over the items from a position, in lists of any length."""
-
-    @abstractmethod
     def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
-        """Like :meth:`blocks`, with the first items of the whole pass, for padding.
+        """Return the items from a position, and the first ones of the whole pass, for padding.
 
         Args:
             position: where to start.
             count: maximum number of items in the head.
 
         Returns:
-            The blocks, and the head; read the head after the blocks are exhausted.
+            The items, in lists of any length, and the head; read the head after the items are
+            exhausted.
         """
 
     @property
@@ -200,14 +197,10 @@ class PositionalOrder(Order):
     def __init__(self, sampler: PositionalSampler) -> None:
         self.sampler = sampler
 
-    def blocks(self, position: Position) -> Iterator[list[int]]:
-        """Iterate over the samples from a position, without those before it."""
-        prepare(self.sampler, position)
-        return self._blocks_from(position.sample)
-
     def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
-        """Like :meth:`blocks`, with the first samples, which are computed when they are read."""
-        blocks = self.blocks(position)
+        """Return both, without the samples before them."""
+        prepare(self.sampler, position)
+        blocks = self._blocks_from(position.sample)
         return blocks, islice(chain.from_iterable(self._blocks_from(0)), count) if count else ()
 
     def _blocks_from(self, start: int) -> Iterator[list[int]]:
@@ -265,7 +258,7 @@ class ReplayedOrder(Order):
         return self._draw(position)
 
     def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
-        """Like :meth:`blocks`; the head is recorded in passing, as it cannot be drawn again."""
+        """Return both; the head is recorded in passing, as it cannot be drawn again."""
         if not count:
             return self.blocks(position), ()
         head: list[Any] = []

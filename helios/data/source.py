@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -391,10 +392,7 @@ class Source(ABC):
             reads_content: whether to read the content of each batch where it is fetched, if
                 possible.
         """
-
-        def start(batch: int, sample: int) -> BatchIterator:
-            return self._start(epoch, batch, sample, reads_content=reads_content)
-
+        start = partial(self._start, epoch, reads_content=reads_content)
         if self.description.get("num_workers"):
             batches: BatchIterator = _HealedBatches(self, start, (epoch, batch, sample))
         else:

@@ -25,7 +25,6 @@ from helios.errors import ArgumentError, UsageError
 from helios.launch.launcher import Launch
 from helios.replicas.gradients import Gradients, WindowWeights, divide, make_gradients, norm_by_rows
 from helios.replicas.replicas import Replicas
-from helios.sharding.requirements import StepDraws
 
 
 def redefines(owner: object, base: type, name: str) -> bool:
@@ -316,10 +315,6 @@ class Engine(StandaloneEngine):
                 return False
         optimizer.step()
         return True
-
-    def _find_draws(self) -> StepDraws | None:
-        """Return what looks for random numbers in updates, if models are sharded."""
-        return StepDraws() if self._replicas.is_sharded else None
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Set the gradients to None."""
