@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from helios.best import BestRule
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.record import Record
 from helios.checkpoint.retention import Ranking, rank_checkpoints, with_sidecar
@@ -193,14 +192,12 @@ class CheckpointChoice:
         path: this file; ``None`` for one in the run's folder.
         is_none: whether none is loaded.
         is_best: whether it is the best one, or else the newest.
-        rule: what decides which one is the best; ``None`` for what the run was trained with.
         is_required: whether it is an error if there is none.
     """
 
     path: Path | None = None
     is_none: bool = False
     is_best: bool = False
-    rule: BestRule | None = None
     is_required: bool = False
 
 
@@ -238,10 +235,7 @@ def choose_checkpoint(run: Run, asked: Choice, *, has_fitted: bool) -> Checkpoin
             f"checkpoint={asked!r} must be used with a folder of checkpoints, got "
             "none. Pass Trainer(chkpt_root=...), or the path of a file."
         )
-    if asked == "newest":
-        return CheckpointChoice(is_required=True)
-    rule = options.find_rule(run.plugins.values())
-    return CheckpointChoice(is_best=True, rule=rule, is_required=True)
+    return CheckpointChoice(is_best=asked == "best", is_required=True)
 
 
 _MAX_NAMES = 8
@@ -275,7 +269,7 @@ def require_present(run: Run) -> None:
                 f"{_list_runs(folder.path)} {_UNTRAINED}"
             )
         if choice.is_best:
-            _rank(folder, choice.rule, run.name)
+            _rank(folder, run)
 
 
 def find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
@@ -301,7 +295,7 @@ def find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
         return None, []
     folder.share = share
     if choice.is_best:
-        load_best = partial(_load_best, folder, choice.rule, run.name, safe_types)
+        load_best = partial(_load_best, folder, run, safe_types)
         return load_together(load_best, safe_types, team, share, pass_over=_refuse_damaged)
 
     def load_newest() -> tuple[Loaded | None, list[str]]:
@@ -316,31 +310,38 @@ def find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
 
 
 def _load_best(
-    folder: RunFolder, rule: BestRule | None, run_name: str, safe_types: list[Any]
+    folder: RunFolder, run: Run, safe_types: list[Any]
 ) -> tuple[Loaded | None, list[str]]:
     """Load the best checkpoint of a folder; returns it with the reasons why it is."""
     for _ in file_names.listings(folder.path):
-        ranking = _rank(folder, rule, run_name)
+        ranking = _rank(folder, run)
         path = ranking.entries[0].path
         try:
             loaded = loading.load_present(path, safe_types, maps=True, share=folder.share)
         except FileNotFoundError:
             continue
-        _warn_of_better(ranking)
+        if ranking.lacks_best:
+            _LOGGER.warning(
+                "The best validation of the run has no checkpoint: %s. The best checkpoint is %s. "
+                "CheckpointStore(keep_best=...) saves each best validation.",
+                ranking.best,
+                path.name,
+            )
         return loaded, _explain(ranking)
     return None, []
 
 
-def _rank(folder: RunFolder, rule: BestRule | None, run_name: str) -> Ranking:
+def _rank(folder: RunFolder, run: Run) -> Ranking:
     """Return the checkpoints of a run by their scores; there is at least one.
 
     Raises:
         CheckpointError: if there is no checkpoint with the score.
         ArgumentError: if nothing decides.
     """
-    present = [each for each in folder.entries() if file_names.belongs_to(each.path, run_name)]
+    present = [each for each in folder.entries() if file_names.belongs_to(each.path, run.name)]
     known = [with_sidecar(entry) for entry in present]
-    ranking = rank_checkpoints(known, rule)
+    # Without a rule, what the run was trained with decides.
+    ranking = rank_checkpoints(known, run.options.find_rule(run.plugins.values()))
     if ranking.entries:
         return ranking
     if ranking.rule is None:
@@ -353,7 +354,7 @@ def _rank(folder: RunFolder, rule: BestRule | None, run_name: str) -> Ranking:
     metric = ranking.rule.metric
     best = "" if ranking.best is None else f"The best validation: {ranking.best}. "
     raise CheckpointError(
-        f'checkpoint="best" needs a checkpoint of the run {run_name!r} with the '
+        f'checkpoint="best" needs a checkpoint of the run {run.name!r} with the '
         f"score{'' if metric is None else f' {metric!r}'}, but there is none. "
         f"{best}{_describe(folder)}Their scores: {', '.join(names) or 'none'}. Fix the metric, or "
         "set chkpt_frequency and valid_frequency so that a checkpoint follows a validation."
@@ -372,17 +373,6 @@ def _explain(ranking: Ranking) -> list[str]:
     if equal:
         reasons.append(f"the earliest with this score (equal: {', '.join(equal)})")
     return reasons
-
-
-def _warn_of_better(ranking: Ranking) -> None:
-    """Warn if the best validation of the run has no checkpoint."""
-    if ranking.lacks_best:
-        _LOGGER.warning(
-            "The best validation of the run has no checkpoint: %s. The best checkpoint is %s. "
-            "CheckpointStore(keep_best=...) saves each best validation.",
-            ranking.best,
-            ranking.entries[0].path.name,
-        )
 
 
 def _list_runs(path: Path) -> str:

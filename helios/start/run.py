@@ -196,7 +196,12 @@ class Run:
         self.reason_to_load, self.is_as_it_is = "", False
         self.choice = CheckpointChoice()
         if phase is not Phase.TRAINING:
-            self._choose(checkpoint, last)
+            if last is not None and last.model is model:
+                self.trained = last
+                if checkpoint in ("auto", None):
+                    self.reason_to_load = last.reason_to_load
+                    self.is_as_it_is = not self.reason_to_load
+            self.choice = choose_checkpoint(self, checkpoint, has_fitted=last is not None)
         self.queue: Any = None if before is None else before.queue
         self.assigned: dict[int, tuple[dict[str, Any], dict[str, Any]]] = (
             {} if before is None else before.assigned
@@ -208,15 +213,6 @@ class Run:
         """Note that a run has ended: the same one again is a mistake of the script."""
         if self.folder is not None:
             _Process.finished.add(self.folder)
-
-    def _choose(self, checkpoint: Choice, last: TrainedModel | None) -> None:
-        """Decide what is evaluated."""
-        if last is not None and last.model is self.model:
-            self.trained = last
-            if checkpoint in ("auto", None):
-                self.reason_to_load = last.reason_to_load
-                self.is_as_it_is = not self.reason_to_load
-        self.choice = choose_checkpoint(self, checkpoint, has_fitted=last is not None)
 
     def _be_idle(self) -> None:
         """Have nothing that belongs to this process."""

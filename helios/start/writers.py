@@ -180,7 +180,12 @@ class Saves:
 
         def conclude(newest: Path | None) -> None:
             self._write_last_lines()
-            if reason is None or newest is None or self._is_past_its_end(newest):
+            if reason is None or newest is None:
+                return
+            loaded = self.origin.loaded
+            if self._is_shorter and loaded is not None and loaded.path == newest:
+                # Nothing was trained, because a longer run has passed this one's end already. The
+                # checkpoint belongs to that run, and is not its end.
                 return
             try:
                 folder.mark_finished(newest, reason)
@@ -204,14 +209,6 @@ class Saves:
                 "but `helios verify` will report that the line is missing.",
                 error,
             )
-
-    def _is_past_its_end(self, newest: Path) -> bool:
-        """Whether nothing was trained because a longer run has already passed this one's end.
-
-        The checkpoint belongs to that run, and is not its end.
-        """
-        loaded = self.origin.loaded
-        return self._is_shorter and loaded is not None and loaded.path == newest
 
 
 # ---- the ledger, and the file of events
