@@ -104,13 +104,24 @@ def _finish(training: Training, reason: str) -> bool | Interrupted:
     """Wait for the last checkpoint, and say how training has ended; returns True if it has."""
     run, state = training.run, training.parts.run
     interruption = state.asked.interruption if state.is_interrupted else None
-    _leave_model(run, _record_end(training), is_interrupted=interruption is not None)
+    # Counters and logs, without what the objects themselves hold. Other processes have no logs.
+    end = Record(
+        training_state=state.state.dict(),
+        cursor=state.cursor.dict(),
+        model={},
+        rng={},
+        num_threads=torch.get_num_threads(),
+        num_replicas=run.replicas.num_replicas,
+        options=training.options,
+        **(run_log.log_places() if run.replicas.rank == 0 else {}),
+    )
+    _leave_model(run, end, is_interrupted=interruption is not None)
     training.saves.finish(None if interruption is not None else reason)
     for listener in training.parts.run_listeners:
         listener.ended(reason, interruption=interruption)
     if interruption is not None:
-        rescue, end = training.describe_rescue(), run_log.describe_end(training)
-        _LOGGER.warning("The training was interrupted: %s. %s%s", interruption, rescue, end)
+        rescue, text = training.describe_rescue(), run_log.describe_end(training)
+        _LOGGER.warning("The training was interrupted: %s. %s%s", interruption, rescue, text)
         return run.interrupt(interruption)
     run.signals.warn_of_late_signals()
     _LOGGER.info("Training has ended: %s.%s", reason, run_log.describe_end(training))
@@ -127,22 +138,6 @@ def _leave_model(run: Run, end: Record, *, is_interrupted: bool = False) -> None
     elif replicas.is_sharded:
         obstacle = "it is sharded"
     run.leave(obstacle, end)
-
-
-def _record_end(training: Training) -> Record:
-    """Return counters and logs at the end, without what the objects themselves hold."""
-    state, replicas = training.parts.run, training.run.replicas
-    return Record(
-        training_state=state.state.dict(),
-        cursor=state.cursor.dict(),
-        model={},
-        rng={},
-        num_threads=torch.get_num_threads(),
-        num_replicas=replicas.num_replicas,
-        options=training.options,
-        # Other processes have no logs.
-        **(run_log.log_places() if replicas.rank == 0 else {}),
-    )
 
 
 def _refuse_again(run: Run) -> None:

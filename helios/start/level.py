@@ -21,7 +21,6 @@ from helios.findings import Finding, FindingKind, Findings, Level, level_of, lis
 from helios.loops.optimizer import SEPARATE_UPDATES
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
-from helios.start.options import Options
 
 if TYPE_CHECKING:
     from helios.start.run import Run
@@ -91,16 +90,13 @@ def find_reproducibility(
     stored = Findings() if record is None else record.findings
     findings = Findings(stored.of(FindingKind.MISSING))
     findings.extend(known)
-    return Reproducibility(level, text, findings, _find_requested(run.options, run.replicas))
-
-
-def _find_requested(options: Options, replicas: Replicas) -> Level:
-    """Return the level that several replicas, arithmetic that repeats, or checkpoints ask for."""
-    if not replicas.has_single_replica:
-        return Level.ELASTIC
-    if options.enable_deterministic:
-        return Level.RESTART
-    return Level.ORDER if options.can_save else Level.NONE
+    # What several replicas, arithmetic that repeats, or checkpoints ask for.
+    requested = Level.ORDER if run.options.can_save else Level.NONE
+    if not run.replicas.has_single_replica:
+        requested = Level.ELASTIC
+    elif run.options.enable_deterministic:
+        requested = Level.RESTART
+    return Reproducibility(level, text, findings, requested)
 
 
 def _find_level(run: Run, source: Source, bound: list[str]) -> tuple[Level, str]:

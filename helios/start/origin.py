@@ -508,7 +508,7 @@ class Origin:
         return f"Nothing was trained; {self.loaded.path} is unchanged."
 
 
-def _read_stored(path: Path, *, safe_types: list[Any]) -> Stored | None:
+def _read_stored(safe_types: list[Any], path: Path) -> Stored | None:
     """Read a checkpoint's sidecar, or its content if it has none; ``None`` if it is damaged.
 
     The content decides whether a run resumes, not the age of a file.
@@ -522,14 +522,6 @@ def _read_stored(path: Path, *, safe_types: list[Any]) -> Stored | None:
         # An older one says the same; loading the run reports the damage.
         return None
     return Stored(record.num_replicas, path, record.resumed_from)
-
-
-def _search_stored(
-    folder: RunFolder, safe_types: list[Any], listed: list[Path] | None
-) -> Stored | None:
-    """Return what the newest undamaged checkpoint says."""
-    look = partial(_read_stored, safe_types=safe_types)
-    return file_names.search(folder.path, look, listed=listed)
 
 
 def find_stored(run: Run) -> Stored | None:
@@ -547,7 +539,7 @@ def find_stored(run: Run) -> Stored | None:
     # Any checkpoint of the run will do, so one listing is enough, unless it holds none: a training
     # in progress commits one and deletes an older one, and a listing may miss both.
     listed = file_names.list_checkpoints(folder.path) or None
-    stored = _search_stored(folder, safe_types, listed)
+    stored = file_names.search(folder.path, partial(_read_stored, safe_types), listed=listed)
     origin = options.resume_path if is_fit else None
     if origin is not None and (stored is None or stored.origin != str(origin.absolute())):
         return find_replicas(origin, safe_types)
@@ -556,7 +548,7 @@ def find_stored(run: Run) -> Stored | None:
 
 def find_replicas(path: Path, safe_types: list[Any]) -> Stored | None:
     """Return what a file says of the number of replicas; ``None`` without a file, or if unknown."""
-    stored = _read_stored(path, safe_types=safe_types) if file_names.is_present(path) else None
+    stored = _read_stored(safe_types, path) if file_names.is_present(path) else None
     return stored if stored is not None and stored.num_replicas else None
 
 
@@ -629,7 +621,7 @@ def _start_from_path(
     folder: RunFolder, path: Path, safe_types: list[Any], listed: list[Path]
 ) -> Origin:
     given = str(path.absolute())
-    stored = _search_stored(folder, safe_types, listed)
+    stored = file_names.search(folder.path, partial(_read_stored, safe_types), listed=listed)
     if stored is None or stored.origin == given:
         try:
             newest = folder.load_newest(safe_types, listed=listed)

@@ -567,10 +567,13 @@ class Run:
         self.team.close()
         self.engine.replicas = self.team = Replicas()
 
-    def _set_places(self) -> None:
-        """Set ranks and devices of the user's objects."""
-        is_distributed = not self.replicas.has_single_replica
-        info = self.info
+    def set_up_others(self) -> None:
+        """Set up everything but the model: seed, registries, places, plugins and data."""
+        options = self.options
+        rng.seed_setup(options.seed)
+        if options.src_root is not None:
+            update_all_registries(options.src_root, import_prefix=options.import_prefix)
+        info, is_distributed = self.info, not self.replicas.has_single_replica
         owners: list[Plugin | Model] = [*self.plugins.values(), self.model]
         for owner in owners:
             owner.device = self.engine.device
@@ -581,14 +584,6 @@ class Run:
         self.datamodule.global_rank, self.datamodule.local_rank = info.rank, info.local_rank
         self.datamodule.is_distributed = is_distributed
         self.datamodule.num_replicas = self.replicas.num_replicas
-
-    def set_up_others(self) -> None:
-        """Set up everything but the model: seed, registries, plugins and data."""
-        options = self.options
-        rng.seed_setup(options.seed)
-        if options.src_root is not None:
-            update_all_registries(options.src_root, import_prefix=options.import_prefix)
-        self._set_places()
         for plugin in self.plugins.values():
             plugin.setup()
         self.datamodule.setup()

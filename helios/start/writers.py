@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -15,7 +16,7 @@ from helios.checkpoint import file_names
 from helios.checkpoint.checkpoint_writer import CheckpointWriter, PlainWriter, ShardedWriter
 from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar
-from helios.checkpoint.store import PendingCheckpoint
+from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.environment import describe_git
 from helios.core.loss_means import as_numbers
 from helios.core.utils import Clock
@@ -178,28 +179,9 @@ class Saves:
         if folder is None or not self.run.options.can_save:
             return
 
-        def conclude(newest: Path | None) -> None:
-            self._write_last_lines()
-            if reason is None or newest is None:
-                return
-            loaded = self.origin.loaded
-            if self._is_shorter and loaded is not None and loaded.path == newest:
-                # Nothing was trained, because a longer run has passed this one's end already. The
-                # checkpoint belongs to that run, and is not its end.
-                return
-            try:
-                folder.mark_finished(newest, reason)
-            except OSError as error:
-                _LOGGER.error(
-                    "Could not mark the run as finished in %s: %s. Run the same command again: it "
-                    "finds nothing to train, and marks the run.",
-                    newest,
-                    error,
-                )
+        self.writer.finish(partial(self._conclude, folder, reason))
 
-        self.writer.finish(conclude)
-
-    def _write_last_lines(self) -> None:
+    def _conclude(self, folder: RunFolder, reason: str | None, newest: Path | None) -> None:
         try:
             for listener in self.listeners:
                 listener.before_commit()
@@ -207,6 +189,22 @@ class Saves:
             _LOGGER.error(
                 "The last line of the ledger could not be written: %s. All checkpoints are saved, "
                 "but `helios verify` will report that the line is missing.",
+                error,
+            )
+        if reason is None or newest is None:
+            return
+        loaded = self.origin.loaded
+        if self._is_shorter and loaded is not None and loaded.path == newest:
+            # Nothing was trained, because a longer run has passed this one's end already. The
+            # checkpoint belongs to that run, and is not its end.
+            return
+        try:
+            folder.mark_finished(newest, reason)
+        except OSError as error:
+            _LOGGER.error(
+                "Could not mark the run as finished in %s: %s. Run the same command again: it "
+                "finds nothing to train, and marks the run.",
+                newest,
                 error,
             )
 
