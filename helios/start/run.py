@@ -45,15 +45,9 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
 from helios.run_parts import RunParts
 from helios.run_state import Place, RunState
+from helios.start import model_setup, processes
 from helios.start.changes import read_fresh
 from helios.start.hangs import HangWatch, Whereabouts
-from helios.start.model_setup import (
-    SetupContext,
-    build_networks,
-    set_train_mode,
-    take_own_processor,
-    try_base,
-)
 from helios.start.objects import (
     PluginTable,
     Roots,
@@ -64,14 +58,6 @@ from helios.start.objects import (
 )
 from helios.start.options import Options
 from helios.start.origin import CheckpointChoice, Choice, choose_checkpoint
-from helios.start.processes import (
-    SAME_DATA,
-    describe_data_sets,
-    describe_setup,
-    device_for,
-    options_that_must_match,
-    require_alike,
-)
 from helios.start.signals import Listener, find_signal_code
 from helios.start.stateful import find_owners
 from helios.start.trained_model import TrainedModel
@@ -256,7 +242,7 @@ class Run:
             options.engine
             if options.engine is not None
             else Engine(
-                device_for(options, launch),
+                processes.device_for(options, launch),
                 clip_norm=options.clip_norm,
                 clip_value=options.clip_value,
                 precision=options.precision or Precision.FP32,
@@ -483,13 +469,17 @@ class Run:
     def require_alike_setup(self) -> None:
         """Check that all processes have the same receivers and data."""
         if not self.replicas.has_single_process:
-            require_alike(self.replicas, describe_setup(self.hooks, self.sources))
-            require_alike(self.replicas, describe_data_sets(self.sources), SAME_DATA)
+            processes.require_alike(
+                self.replicas, processes.describe_setup(self.hooks, self.sources)
+            )
+            processes.require_alike(
+                self.replicas, processes.describe_data_sets(self.sources), processes.SAME_DATA
+            )
 
     def prepare_data(self) -> None:
         """Let one process of each machine prepare the data, while the others wait."""
-        own = options_that_must_match(self.options, self.plugins, self.replicas)
-        require_alike(self.replicas, own)
+        own = processes.options_that_must_match(self.options, self.plugins, self.replicas)
+        processes.require_alike(self.replicas, own)
 
         def prepare() -> None:
             if self.info.local_rank == 0:
@@ -613,31 +603,33 @@ class Run:
         """
         self.set_up_others()
         run = self.options
-        take_own_processor(self.model)
+        model_setup.take_own_processor(self.model)
         for table in self.model.tables.values():
             table.clear()
         if self.engine.device.type != "cpu":
             # A trainer and its model know each other, so a run that was dropped keeps its memory.
             gc.collect()
         make_context = partial(
-            SetupContext,
+            model_setup.SetupContext,
             self.model,
             run.limits,
             self._open_trained_source,
             horizon=self.horizon,
             is_loaded_next=is_resumed and not makes_base,
         )
-        build = partial(build_networks, self.model, self.engine, run, is_inference=is_inference)
+        build = partial(
+            model_setup.build_networks, self.model, self.engine, run, is_inference=is_inference
+        )
         if makes_base and not is_resumed:
             with make_context().given():
-                self.base = try_base(self.model, build)
+                self.base = model_setup.try_base(self.model, build)
         context = make_context()
         with context.given():
             again = build()
         self.settings.enter_context(again)
         self.leaves_weights, self.horizon = context.leaves_weights, context.horizon
         if not is_inference:
-            set_train_mode(self.model, warns=not is_resumed)
+            model_setup.set_train_mode(self.model, warns=not is_resumed)
         check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
