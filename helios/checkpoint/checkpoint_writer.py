@@ -180,54 +180,40 @@ class PlainWriter(CheckpointWriter):
             self._refused = None
             for listener in self._listeners:
                 listener.committed(pending.path, sidecar)
-        except OSError as error:
-            if self._folder.options.on_save_error == "raise":
-                self._condemn(pending.path, error)
-            else:
-                self._tolerate(pending.path, error)
         except Exception as error:
-            self._condemn(pending.path, error)
+            self._note_failure(pending.path, error)
         finally:
             self._in_flight = None
 
-    def _tolerate(self, path: Path, error: OSError) -> None:
-        self._refused = (path, error)
-        self._announce_failure(path, error)
-        _LOGGER.error(
-            "The checkpoint %s %s: %s. The newest safe one is %s. Training continues, and the next "
-            "due save tries again. Meanwhile, check the disk (space, quota, permissions).",
-            path,
-            self._describe_fate(path),
-            error,
-            self._newest_name,
-        )
-
-    def _describe_fate(self, path: Path) -> str:
-        if self._find(file_names.parse(path) or (0, 0)) is None:
-            return "was NOT saved"
-        # The name exists, but the disk has not confirmed that it is durable.
-        return "was written, but the disk did not confirm it, and a power cut may lose it"
-
-    def _condemn(self, path: Path, error: Exception) -> None:
-        self.failure = error
-        self._announce_failure(path, error)
-        # If another error ends the training first, this one would go unnoticed.
-        _LOGGER.error(
-            "The checkpoint %s %s (%s: %s). Training ends with this error at its next "
-            "safe point; older checkpoints are unchanged.",
-            path,
-            self._describe_fate(path),
-            type(error).__name__,
-            error,
-        )
-
-    def _announce_failure(self, path: Path, error: Exception) -> None:
+    def _note_failure(self, path: Path, error: Exception) -> None:
+        """Say that a save has failed, and whether the next one tries again or the run ends."""
+        if isinstance(error, OSError) and self._folder.options.on_save_error != "raise":
+            self._refused = (path, error)
+            text = (
+                f": {error}. The newest safe one is {self._newest_name}. Training continues, and "
+                "the next due save tries again. Meanwhile, check the disk (space, quota, "
+                "permissions)."
+            )
+        else:
+            self.failure = error
+            text = (
+                f" ({type(error).__name__}: {error}). Training ends with this error at its next "
+                "safe point; older checkpoints are unchanged."
+            )
         for listener in self._listeners:
             try:
                 listener.save_failed(path, error)
             except Exception as other:
                 # Raised in the thread, it would be lost.
                 self.failure = self.failure or other
+        # Also one that is raised: if another error ends the training first, it would go unnoticed.
+        _LOGGER.error("The checkpoint %s %s%s", path, self._describe_fate(path), text)
+
+    def _describe_fate(self, path: Path) -> str:
+        if self._find(file_names.parse(path) or (0, 0)) is None:
+            return "was NOT saved"
+        # The name exists, but the disk has not confirmed that it is durable.
+        return "was written, but the disk did not confirm it, and a power cut may lose it"
 
     def has(self, state: TrainingState) -> bool:
         """Return whether rank 0 has a checkpoint of this iteration, committed or in progress."""

@@ -12,7 +12,6 @@ import copy
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, get_num_threads
@@ -69,7 +68,14 @@ class ExternalSource(Source):
         share: Shard = LONE,
     ) -> None:
         super().__init__()
-        _check_lone(loader, share)
+        if len(share.block) != 1:
+            raise ArgumentError(
+                f"A {type(loader).__name__} that create_dataloader did not create from a map-style "
+                "data set must be the loader of one replica, but this process runs replicas "
+                f"{list(share.block)}. Start as many processes as replicas ({share.num_replicas}) "
+                "and split the data by rank, or use create_dataloader, which shards the data; a "
+                "stream can be sharded by helios.data.Stream."
+            )
         self.loader = loader
         self._share = share
         self._run_seed = run_seed
@@ -109,12 +115,14 @@ class ExternalSource(Source):
         self.release_state()
         for listener in self._listeners:
             listener.set_epoch(epoch)
-        position = Position(
-            run_seed=self._run_seed, purpose=self._purpose, epoch=epoch, batch=batch, sample=sample
+        loader, replica = self.loader, self._share.block.start
+        position = Position(self._run_seed, self._purpose, epoch, batch, sample, replica)
+        is_of_helios = isinstance(loader, DataLoader) and isinstance(
+            loader.worker_init_fn, WorkerInit
         )
-        position = replace(position, replica=self._share.block.start)
-        if self._share.num_replicas > 1:
-            self._seed_workers(position)
+        if is_of_helios and self._share.num_replicas > 1:
+            # The workers of a stream, differently on each replica.
+            loader.generator.manual_seed(position.worker_key(replica))
         if self._length is not None:
             return _CountedBatches(self, position, self._length)
         return _ProbedBatches(self, position)
@@ -180,12 +188,6 @@ class ExternalSource(Source):
         """Return a copy of the loader's current state."""
         return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
 
-    def _seed_workers(self, position: Position) -> None:
-        """Seed the workers of a stream from ``create_dataloader`` differently on each replica."""
-        loader = self.loader
-        if isinstance(loader, DataLoader) and isinstance(loader.worker_init_fn, WorkerInit):
-            loader.generator.manual_seed(position.worker_key(position.replica))
-
     def close(self) -> None:
         """End persistent workers."""
         if isinstance(self.loader, DataLoader):
@@ -214,17 +216,6 @@ def _advise(loader: Any) -> str:
         f"the {kind} state_dict and load_state_dict, with num_workers=0, or return a "
         "torchdata.stateful_dataloader.StatefulDataLoader from train_dataloader()."
     )
-
-
-def _check_lone(loader: Any, share: Shard) -> None:
-    if len(share.block) != 1:
-        raise ArgumentError(
-            f"A {type(loader).__name__} that create_dataloader did not create from a map-style "
-            "data set must be the loader of one replica, but this process runs replicas "
-            f"{list(share.block)}. Start as many processes as replicas ({share.num_replicas}) and "
-            "split the data by rank, or use create_dataloader, which shards the data; a stream can "
-            "be sharded by helios.data.Stream."
-        )
 
 
 def _find_listeners(loader: Any, sampler: Any) -> list[HasEpoch]:

@@ -164,9 +164,7 @@ class KeyedSource(Source):
         return not self._deal.is_own
 
     def _place(self, epoch: int, batch: int, sample: int) -> Position:
-        return Position(
-            run_seed=self._run_seed, purpose=self._purpose, epoch=epoch, batch=batch, sample=sample
-        )
+        return Position(self._run_seed, self._purpose, epoch, batch, sample)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a user's sampler's state at the start of the epoch; empty if it has none."""

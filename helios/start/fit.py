@@ -112,7 +112,7 @@ def _finish(training: Training, reason: str) -> bool | Interrupted:
         rng={},
         num_threads=torch.get_num_threads(),
         num_replicas=run.replicas.num_replicas,
-        options=training.options,
+        options=training.saves.options,
         **(run_log.log_places() if run.replicas.rank == 0 else {}),
     )
     _leave_model(run, end, is_interrupted=interruption is not None)
@@ -182,13 +182,10 @@ class Training:
         origin: where it starts.
         params: what the run declares.
         setup_changes: what setup has made, compared with the checkpoint.
-        options: what checkpoints hold of both, and of what defines the run.
         parts: what its loops get.
         pending: what its load leaves to be done when training resumes.
         saves: completes its checkpoints.
         scores: logs the scores of validations.
-        changes: changes that were allowed, in all starts of the run.
-        machine: versions, devices and settings that bits of arithmetic depend on.
         stranded: generators that loader workers copy, by place, with the reason.
         begun_at: the iteration at which this start began.
         seconds: the time that training has taken.
@@ -198,13 +195,10 @@ class Training:
     origin: Origin
     params: dict[str, Any]
     setup_changes: StartChanges
-    options: dict[str, Any]
     parts: RunParts
     pending: PendingLoad
     saves: Saves
     scores: ScoreLog
-    changes: list[str]
-    machine: dict[str, str]
     stranded: dict[str, str]
     begun_at: int = 0
     seconds: float = 0.0
@@ -331,8 +325,8 @@ def set_up_training(
         check_data=pending.check_data,
     )
     run.begin(parts)
-    made = (parts, pending, saves, scores, changes, machine, stranded)
-    return Training(run, origin, declared.params, setup_changes, defined, *made)
+    made = (parts, pending, saves, scores, stranded)
+    return Training(run, origin, declared.params, setup_changes, *made)
 
 
 def _find_best_rule(run: Run) -> BestRule | None:

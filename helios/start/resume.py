@@ -194,7 +194,7 @@ def _note_changes(
         RunMismatchError: for a change that was not allowed.
     """
     run, parts = training.run, training.parts
-    options, source, changes = run.options, parts.training_source, training.changes
+    options, source, changes = run.options, parts.training_source, training.saves.changes
     if is_extended(options, record.options):
         cursor.go_on()
     identity = describe_identity(options, source.description, run.engine)
@@ -248,7 +248,7 @@ def _note_missing(training: Training, record: Record) -> list[str]:
 
 def _compare_machine(training: Training, record: Record) -> None:
     """Warn once of versions, devices and settings other than those of the checkpoint."""
-    machine = training.machine
+    machine = training.saves.machine
     changes = [
         f"{name}: {before} -> {machine[name]}"
         for name, before in record.machine.items()
@@ -260,7 +260,7 @@ def _compare_machine(training: Training, record: Record) -> None:
             "stay exact; arithmetic may differ in the last bits.",
             ", ".join(changes),
         )
-        training.changes += changes
+        training.saves.changes += changes
 
 
 # ---- is this the data that the run was trained on?
@@ -300,7 +300,7 @@ class DataCheck:
     def __init__(self, training: Training, record: Record) -> None:
         loaded, source = training.origin.loaded, training.parts.training_source
         assert loaded is not None
-        self._source, self._changes = source, training.changes
+        self._source, self._changes = source, training.saves.changes
         self._replicas = training.run.replicas
         self._is_strict = training.run.options.on_incomplete == "raise"
         folder = loaded.path.parent
