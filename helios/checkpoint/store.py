@@ -369,7 +369,8 @@ def _seal(sidecar: Sidecar, digest: str, facts: dict[str, FileFacts] | None = No
 
 def _is_orphan(path: Path) -> bool:
     is_named_so = path.suffix == file_names.SIDECAR_SUFFIX and file_names.parse(path) is not None
-    if not is_named_so or any(each.exists() for each in file_names.described_by(path)):
+    suffixes = (file_names.SUFFIX, file_names.FOLDER_SUFFIX)
+    if not is_named_so or any(path.with_suffix(suffix).exists() for suffix in suffixes):
         return False
     # A user's own JSON file may have such a name: only sidecars are removed.
     sidecar = loading.try_sidecar(path)

@@ -329,7 +329,12 @@ class StandaloneEngine:
         Raises:
             ArgumentError: if the model is neither a module nor a dict of modules.
         """
-        bare, model = _build_model(model_fn, lambda module: self.wrap(module, sync_bn=sync_bn))
+        bare: Any = None if model_fn is None else model_fn()
+        model = bare
+        if isinstance(bare, dict):
+            model = {name: self.wrap(part, sync_bn=sync_bn) for name, part in bare.items()}
+        elif model_fn is not None:
+            model = self.wrap(bare, sync_bn=sync_bn)
         criterion = None if criterion_fn is None else self.sync_device(criterion_fn())
         optimizer = None if optimizer_fn is None else optimizer_fn(bare)
         scheduler = None if scheduler_fn is None else scheduler_fn(optimizer)
@@ -472,16 +477,6 @@ def _choose_gpu(device: torch.device, launch: Launch, info: DistributedInfo) -> 
         return device
     is_chosen = launch.kind is LaunchKind.SPAWN
     return torch.device("cuda", torch.cuda.current_device() if is_chosen else info.local_rank)
-
-
-def _build_model(make: Maker, prepare: Callable[[nn.Module], nn.Module]) -> tuple[Any, Any]:
-    """Return a model, or a dict of models, as it was built, and prepared for training."""
-    if make is None:
-        return None, None
-    made = make()
-    if isinstance(made, dict):
-        return made, {name: prepare(member) for name, member in made.items()}
-    return made, prepare(made)
 
 
 def _flatten(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

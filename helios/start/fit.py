@@ -84,7 +84,10 @@ def train(training: Training) -> str:
     if origin.loaded is not None:
         load_checkpoint(training)
     run.replicas.on_first(partial(set_newer_aside, origin))
-    run_log.cut_logs()
+    writer = log.get_tensorboard_writer()
+    if writer is not None:
+        # Nothing can refuse the start any more, so events after the checkpoint are removed.
+        writer.cut_back()
     for listener in training.parts.run_listeners:
         listener.opened()
     if origin.loaded is not None:

@@ -348,8 +348,16 @@ class _Comparison:
         self, identity: dict[str, Any], reproducibility: Reproducibility
     ) -> list[Recorder]:
         """Return what follows the ledger instead of writing one."""
-        self._require_level(reproducibility)
         part, replicas, model = self._range, self._run.replicas, self._run.model
+        level = level_of(reproducibility.findings, reproducibility.level)
+        _require_restart(level, str(reproducibility))
+        if self._num_parts not in (0, replicas.num_processes):
+            raise UsageError(
+                f"A replay of this run needs {self._num_parts} processes, as it had at "
+                f"{part.checkpoint}, where each has its own state, but there are "
+                f"{replicas.num_processes}. Pass Trainer(nproc={self._num_parts}). At the level "
+                "'elastic', any number would do."
+            )
         run = hash_definition(identity, replicas)
         if replicas.rank == 0:
             found = Replay(part.ledger, part.checkpoint, part.stop)
@@ -360,17 +368,6 @@ class _Comparison:
         writer = make_writer(self._follower, model, replicas, every=every)
         self._writer = writer
         return [writer]
-
-    def _require_level(self, reproducibility: Reproducibility) -> None:
-        level = level_of(reproducibility.findings, reproducibility.level)
-        _require_restart(level, str(reproducibility))
-        parts, count = self._num_parts, self._run.replicas.num_processes
-        if parts not in (0, count):
-            raise UsageError(
-                f"A replay of this run needs {parts} processes, as it had at "
-                f"{self._range.checkpoint}, where each has its own state, but there are {count}. "
-                f"Pass Trainer(nproc={parts}). At the level 'elastic', any number would do."
-            )
 
     def ask(self) -> str:
         """Return that enough was compared; empty if it was not."""

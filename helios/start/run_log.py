@@ -390,8 +390,7 @@ def open_logs(options: Options, name: str, record: Record | None, *, is_training
         options: which logs, and where.
         name: the name of the run.
         record: the checkpoint; ``None`` for new files.
-        is_training: whether :func:`cut_logs` removes events after the checkpoint: training repeats
-            them.
+        is_training: whether events after the checkpoint will be removed: training repeats them.
     """
     log_path = run_path = None
     if record is not None:
@@ -408,13 +407,6 @@ def open_logs(options: Options, name: str, record: Record | None, *, is_training
             run_path=run_path if options.enable_tensorboard else None,
             marks=record.events if is_training else None,
         )
-
-
-def cut_logs() -> None:
-    """Remove events after the checkpoint, once nothing can refuse the start any more."""
-    writer = log.get_tensorboard_writer()
-    if writer is not None:
-        writer.cut_back()
 
 
 def log_places() -> dict[str, Any]:
