@@ -12,6 +12,7 @@ import copy
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, get_num_threads
@@ -23,7 +24,6 @@ from helios.data.fingerprint import describe_class, find_fingerprint, length_of
 from helios.data.order import Position
 from helios.data.samplers import HasEpoch
 from helios.data.source import (
-    LONE,
     BatchIterator,
     ByOwnState,
     CannotResume,
@@ -50,23 +50,14 @@ class ExternalSource(Source):
     Args:
         loader: an iterable that can be iterated several times.
         sampler: the sampler that the user returned with it; its ``set_epoch`` is called.
-        run_seed: seed of the run.
-        purpose: name of the random streams of fetching.
+        begin: has the seed of the run, and the name of the random streams of fetching.
         share: the part of this process: one replica, whose samples the loader returns.
 
     Raises:
         ArgumentError: if the process runs several replicas.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        sampler: Any,
-        *,
-        run_seed: int,
-        purpose: str,
-        share: Shard = LONE,
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], sampler: Any, begin: Position, share: Shard) -> None:
         super().__init__()
         if len(share.block) != 1:
             raise ArgumentError(
@@ -78,8 +69,7 @@ class ExternalSource(Source):
             )
         self.loader = loader
         self._share = share
-        self._run_seed = run_seed
-        self._purpose = purpose
+        self._begin = begin
         self._stateful = holder = _find_stateful(loader)
         self.resumes_by = CannotResume(_advise(loader)) if holder is None else ByOwnState(holder)
         self._listeners = _find_listeners(loader, sampler)
@@ -116,7 +106,7 @@ class ExternalSource(Source):
         for listener in self._listeners:
             listener.set_epoch(epoch)
         loader, replica = self.loader, self._share.block.start
-        position = Position(self._run_seed, self._purpose, epoch, batch, sample, replica)
+        position = replace(self._begin, epoch=epoch, batch=batch, sample=sample, replica=replica)
         is_of_helios = isinstance(loader, DataLoader) and isinstance(
             loader.worker_init_fn, WorkerInit
         )

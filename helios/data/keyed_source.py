@@ -29,7 +29,6 @@ from helios.data.sharding_plan import (
     make_sharding_plan,
 )
 from helios.data.source import (
-    LONE,
     NO_BATCH,
     BatchIterator,
     ByPosition,
@@ -51,25 +50,17 @@ class KeyedSource(Source):
 
     Args:
         loader: the loader.
-        run_seed: seed of the run.
-        purpose: name of the random streams of fetching.
+        begin: has the seed of the run, and the name of the random streams of fetching.
         share: the part of this process.
     """
 
     loader: KeyedLoader
     num_alone = 16
 
-    def __init__(
-        self,
-        loader: KeyedLoader,
-        run_seed: int,
-        purpose: str,
-        share: Shard = LONE,
-    ) -> None:
+    def __init__(self, loader: KeyedLoader, begin: Position, share: Shard) -> None:
         super().__init__()
         self.loader = loader
-        self._run_seed = run_seed
-        self._purpose = purpose
+        self._begin = begin
         self._deal = make_sharding_plan(loader, share)
         self._deal.skipped = self._skipped
         self.resumes_by = ByPosition(is_split_by_rank=self._deal.is_own)
@@ -164,7 +155,7 @@ class KeyedSource(Source):
         return not self._deal.is_own
 
     def _place(self, epoch: int, batch: int, sample: int) -> Position:
-        return Position(self._run_seed, self._purpose, epoch, batch, sample)
+        return replace(self._begin, epoch=epoch, batch=batch, sample=sample)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a user's sampler's state at the start of the epoch; empty if it has none."""

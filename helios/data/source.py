@@ -586,11 +586,10 @@ class Source(ABC):
                 steps += _count_windows(schedule, left, is_manual=is_manual)
         return steps if schedule.max_steps is None else min(steps, schedule.max_steps)
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resume needs besides the position; often empty."""
+        return {}
 
-    @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned.
 
@@ -598,7 +597,6 @@ class Source(ABC):
             StateError: if the state is missing, or if it cannot be loaded.
         """
 
-    @abstractmethod
     def close(self) -> None:
         """End persistent workers; may be called again."""
 
