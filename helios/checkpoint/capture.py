@@ -52,6 +52,10 @@ def capture(parts: RunParts) -> Record:
     findings = Findings(parts.findings.of(*_OWN_KINDS))
     findings.add_missing(missing)
     findings.extend(Finding(FindingKind.CLAIM, text=word) for word in claims)
+    # The same for any number of processes.
+    of_data = source.state_dict()
+    if source.state_is_per_replica and not parts.replicas.has_single_process:
+        of_data = source.join_states(parts.replicas.gather_objects(of_data))
     return Record(
         training_state=run.state.dict(),
         cursor=run.cursor.dict(),
@@ -59,7 +63,7 @@ def capture(parts: RunParts) -> Record:
         is_manual=run.is_manual,
         data={
             "description": source.description,
-            "state": _capture_data(parts),
+            "state": of_data,
             "length": source.pass_length if run.cursor.batch else source.length,
         },
         rng=rng.read_states(),
@@ -70,15 +74,6 @@ def capture(parts: RunParts) -> Record:
         loss_means=parts.loss_means.capture(parts.replicas.gather_objects),
         **objects,
     )
-
-
-def _capture_data(parts: RunParts) -> dict[str, Any]:
-    """Return the state of the data; it is the same for any number of processes."""
-    source = parts.training_source
-    state = source.state_dict()
-    if parts.replicas.has_single_process or not source.state_is_per_replica:
-        return state
-    return source.join_states(parts.replicas.gather_objects(state))
 
 
 def apply(record: Record, parts: RunParts, *, state: TrainingState, cursor: Cursor) -> None:

@@ -64,20 +64,14 @@ class KeyedSource(Source):
         self._deal = make_sharding_plan(loader, share)
         self._deal.skipped = self._skipped
         self.resumes_by = ByPosition(is_split_by_rank=self._deal.is_own)
-        self._description = self._find_description()
         self._pass_length: int | None = None
-
-    def _describe(self) -> dict[str, Any]:
-        return self._description
-
-    def _find_description(self) -> dict[str, Any]:
-        loader, deal = self.loader, self._deal
-        params, dataset = loader.params, loader.keyed_dataset.dataset
+        params, dataset, deal = loader.params, loader.keyed_dataset.dataset, self._deal
         is_listed = params.batch_sampler is not None
-        is_shared = deal.share.num_replicas > 1
+        is_shared = share.num_replicas > 1
         shared = {"is_distributed": deal.is_split or deal.is_own} if is_shared else {}
         mixed = {"mixture": dataset.describe()} if isinstance(dataset, Mixture) else {}
-        return {
+        # As of now: a data set may grow.
+        self._description: dict[str, Any] = {
             **shared,
             **mixed,
             "length": length_of(dataset),
@@ -90,6 +84,9 @@ class KeyedSource(Source):
             "fingerprint": find_fingerprint(dataset),
             "num_workers": params.num_workers,
         }
+
+    def _describe(self) -> dict[str, Any]:
+        return self._description
 
     @property
     def length(self) -> int | None:
