@@ -238,16 +238,15 @@ class Run:
             store = self.options.store_for(self.plugins.values())
             self.options = dataclasses.replace(self.options, store=store)
         options = self.options
-        self.engine = (
-            options.engine
-            if options.engine is not None
-            else Engine(
+        engine = options.engine
+        if engine is None:
+            engine = Engine(
                 processes.device_for(options, launch),
                 clip_norm=options.clip_norm,
                 clip_value=options.clip_value,
                 precision=options.precision or Precision.FP32,
             )
-        )
+        self.engine = engine
         self.engine.replicas = Replicas()
         if num_replicas:
             self.engine.replicas = Replicas(
