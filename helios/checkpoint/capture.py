@@ -39,64 +39,42 @@ _OWN_KINDS = (FindingKind.OBSTACLE, FindingKind.UNSHARED)
 def capture(parts: RunParts) -> Record:
     """Return the complete state of a run, by reference; all processes must call this together."""
     run, source = parts.run, parts.training_source
-    trained, own, lacking = _capture_objects(parts, leaves_out=True)
-    model, owners = trained.model, trained.owners
+    objects, own, lacking = _capture_objects(parts, leaves_out=True)
+    model, owners = objects["model"], objects["owners"]
     is_discovered = _is_discovered(parts.model)
     # A model that overrides state_dict may have a key of this name.
     lost = model.get("missing", {}) if is_discovered else {}
     misfits = model.pop("misfits", {}) if is_discovered else {}
     own_missing = {**parts.findings.missing, **lost, **lacking}
-    missing, misfits, claims = _join(parts, own_missing, misfits)
+    missing, claims = _join(parts, own_missing, misfits)
     if is_discovered:
         del own["model"]
-    # In all processes: if only one raised, the others would wait forever.
-    _refuse_misfits(misfits)
     by_rank = _gather_own_parts(parts, model, owners, own)
     findings = Findings(parts.findings.of(*_OWN_KINDS))
     findings.add_missing(missing)
     findings.extend(Finding(FindingKind.CLAIM, text=word) for word in claims)
+    # The same for any number of processes.
+    of_data = source.state_dict()
+    if source.state_is_per_replica and not parts.replicas.has_single_process:
+        of_data = source.join_states(parts.replicas.gather_objects(of_data))
     return Record(
         training_state=run.state.dict(),
         cursor=run.cursor.dict(),
-        model=model,
         by_rank=by_rank,
-        tables=trained.tables,
         is_manual=run.is_manual,
-        plugins=trained.plugins,
-        loops=trained.loops,
         data={
             "description": source.description,
-            "state": _capture_data(parts),
+            "state": of_data,
             "length": source.pass_length if run.cursor.batch else source.length,
         },
-        engine=trained.engine,
         rng=rng.read_states(),
         num_threads=torch.get_num_threads(),
         num_replicas=parts.replicas.num_replicas,
         findings=findings,
-        owners=owners,
         best_validations=run.best.as_plain(),
         loss_means=parts.loss_means.capture(parts.replicas.gather_objects),
+        **objects,
     )
-
-
-def _capture_data(parts: RunParts) -> dict[str, Any]:
-    """Return the state of the data; it is the same for any number of processes."""
-    source = parts.training_source
-    state = source.state_dict()
-    if parts.replicas.has_single_process or not source.state_is_per_replica:
-        return state
-    return source.join_states(parts.replicas.gather_objects(state))
-
-
-def _refuse_misfits(misfits: dict[str, str]) -> None:
-    if misfits:
-        names = [f"{path} ({text})" if text else path for path, text in sorted(misfits.items())]
-        raise StateError(
-            "A checkpoint must match what setup() creates, but networks, optimizers or parameters "
-            f"were added, removed or changed in structure since: {', '.join(names)}. No resume "
-            "could restore that, so nothing was written. Create all of them in setup()."
-        )
 
 
 def apply(record: Record, parts: RunParts, *, state: TrainingState, cursor: Cursor) -> None:
@@ -120,57 +98,33 @@ def apply(record: Record, parts: RunParts, *, state: TrainingState, cursor: Curs
     parts.training_source.load_state_dict(record.data["state"])
     if parts.frozen is not None:
         parts.frozen.keep(references_of(record.model))
-    apply_trained(Trained.of(record), parts, is_inference=False)
+    apply_trained(record, parts, is_inference=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """The state of the objects of a run, for inference and for other processes.
-
-    Attributes:
-        model: the result of its ``state_dict``.
-        tables: its tables of losses and scores.
-        plugins: states of plugins by id.
-        loops: states of loops by role path.
-        engine: the state of the engine.
-        owners: attributes that training changed, by owner.
-        end: the counters and logs of the end of training, without what objects hold; ``None``
-            before it.
-    """
-
-    model: dict[str, Any]
-    tables: dict[str, dict[str, Any]]
-    plugins: dict[str, Any]
-    loops: dict[str, Any]
-    engine: dict[str, Any]
-    owners: dict[str, dict[str, Any]]
-    end: Record | None = None
-
-    @classmethod
-    def of(cls, record: Record) -> Trained:
-        """Return the part of a record."""
-        return cls(*(getattr(record, field.name) for field in dataclasses.fields(cls)[:-1]))
-
-
-def choose_trained(record: Record, replicas: Replicas) -> Trained:
-    """Return the state of a process, or of rank 0 if the number of processes has changed."""
+def choose_trained(record: Record, replicas: Replicas) -> Record:
+    """Return the record of a process, or of rank 0 if the number of processes has changed."""
     is_same = len(record.by_rank) == replicas.num_processes
-    return Trained.of(_take_own_part(record, replicas) if is_same else record)
+    return _take_own_part(record, replicas) if is_same else record
 
 
-def capture_trained(parts: RunParts) -> Trained:
-    """Return the state of the objects, by reference; all processes must call this together."""
-    trained, _, _ = _capture_objects(parts, leaves_out=False)
-    joined = parts.replicas.join_shards((trained.model, trained.plugins, trained.owners))
-    return dataclasses.replace(
-        trained, **dict(zip(("model", "plugins", "owners"), joined, strict=True))
-    )
+def capture_trained(parts: RunParts) -> Record:
+    """Return the state of the objects, by reference; all processes must call this together.
+
+    The record is for :func:`apply_trained` in this process or another one, which needs no more.
+    """
+    objects, _, _ = _capture_objects(parts, leaves_out=False)
+    names = ("model", "plugins", "owners")
+    joined = parts.replicas.join_shards(tuple(objects[name] for name in names))
+    objects.update(zip(names, joined, strict=True))
+    run, num_replicas = parts.run, parts.replicas.num_replicas
+    state, cursor = run.state.dict(), run.cursor.dict()
+    return Record(training_state=state, cursor=cursor, rng={}, num_replicas=num_replicas, **objects)
 
 
 def _capture_objects(
     parts: RunParts, *, leaves_out: bool
-) -> tuple[Trained, dict[str, dict[str, Any]], dict[str, str]]:
-    """Return what objects hold, what their own ``state_dict`` returned, and what is missing.
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, str]]:
+    """Return entries of a record, what ``state_dict`` of objects returned, and what is missing.
 
     Args:
         parts: the objects of the run.
@@ -181,63 +135,54 @@ def _capture_objects(
     if leaves_out and parts.frozen is not None:
         model = parts.frozen.leave_out(model)
     plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
-    engine = _state_of_engine(parts.engine)
+    # Also where a method of the user's leaves out what its base returns.
+    engine = {**Engine.state_dict(parts.engine), **parts.engine.state_dict()}
     own = {"model": model, "engine": engine}
-    own |= {**_named("plugin", plugins), **_named("loop", loops)}
+    own |= {f"plugin {name!r}": state for name, state in plugins.items()}
+    own |= {f"loop {path!r}": state for path, state in loops.items()}
     owners, lacking = parts.owner_states.capture(own)
-    tables = _capture_tables(parts.model)
-    return Trained(model, tables, plugins, loops, engine, owners), own, lacking
+    objects = {
+        "model": model,
+        "tables": {name: _as_plain(table) for name, table in parts.model.tables.items()},
+        "plugins": plugins,
+        "loops": loops,
+        "engine": engine,
+        "owners": owners,
+    }
+    return objects, own, lacking
 
 
-def apply_trained(trained: Trained, parts: RunParts, *, is_inference: bool) -> None:
+def apply_trained(record: Record, parts: RunParts, *, is_inference: bool) -> None:
     """Restore the state of the objects of a run.
 
     Args:
-        trained: it.
+        record: what holds it.
         parts: the objects of the run, after its setup.
         is_inference: whether to ignore state of objects that the run does not have.
 
     Raises:
         StateError: if an object refuses its state.
     """
-    trained = dataclasses.replace(trained, model=complete(trained.model, parts.model))
+    model = complete(record.model, parts.model)
     if not is_inference:
         # One that a model of helios-ml made of its own has no such form.
-        is_captured = _is_discovered(parts.model) and "objects" in trained.model
-        made = parts.model.discovery.check(trained.model) if is_captured else {}
-        parts.owner_states.check(trained.owners, made)
+        is_captured = _is_discovered(parts.model) and "objects" in model
+        made = parts.model.discovery.check(model) if is_captured else {}
+        parts.owner_states.check(record.owners, made)
     # Also where a method of the user's leaves out that of its base.
-    Engine.load_state_dict(parts.engine, trained.engine)
-    parts.engine.load_state_dict(trained.engine)
-    parts.owner_states.prepare(trained.owners)
-    parts.model.load_state_dict(trained.model, fast_init=is_inference)
-    apply_tables(trained.tables, parts.model)
-    parts.plugin_states.restore(trained.plugins)
-    parts.loop_states.restore(trained.loops)
-    parts.owner_states.restore(trained.owners, is_inference=is_inference)
+    Engine.load_state_dict(parts.engine, record.engine)
+    parts.engine.load_state_dict(record.engine)
+    parts.owner_states.prepare(record.owners)
+    parts.model.load_state_dict(model, fast_init=is_inference)
+    apply_tables(record.tables, parts.model)
+    parts.plugin_states.restore(record.plugins)
+    parts.loop_states.restore(record.loops)
+    parts.owner_states.restore(record.owners, is_inference=is_inference)
 
 
 def _is_discovered(model: Model) -> bool:
     """Return whether Helios finds the model's state: it has no ``state_dict`` of its own."""
     return type(model).state_dict is Model.state_dict
-
-
-def _state_of_engine(engine: Engine) -> dict[str, Any]:
-    """Return the state of an engine, also where a method of the user's leaves out its base's."""
-    return {**Engine.state_dict(engine), **engine.state_dict()}
-
-
-def _named(kind: str, states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return states under the names of their owners."""
-    return {_owner_name(kind, name): state for name, state in states.items()}
-
-
-def _owner_name(kind: str, name: str) -> str:
-    return f"{kind} {name!r}"
-
-
-def _capture_tables(model: Model) -> dict[str, dict[str, Any]]:
-    return {name: _as_plain(table) for name, table in model.tables.items()}
 
 
 def _as_plain(table: dict[str, Any]) -> dict[str, Any]:
@@ -257,8 +202,12 @@ def apply_tables(tables: Mapping[str, Mapping[str, Any]], model: Model) -> None:
 
 def _join(
     parts: RunParts, missing: dict[str, str], misfits: dict[str, str]
-) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Merge what is missing, what prevents a resume, and the claims, over all processes."""
+) -> tuple[dict[str, str], list[str]]:
+    """Merge what is missing, and the claims, over all processes.
+
+    Raises:
+        StateError: in all processes, if something prevents a resume in one of them.
+    """
     everybodys: dict[str, str] = {}
     unfit: dict[str, str] = {}
     claims: dict[str, None] = {}
@@ -267,7 +216,14 @@ def _join(
         everybodys |= own
         unfit |= odd
         claims |= dict.fromkeys(words)
-    return everybodys, unfit, list(claims)
+    if unfit:
+        names = [f"{path} ({text})" if text else path for path, text in sorted(unfit.items())]
+        raise StateError(
+            "A checkpoint must match what setup() creates, but networks, optimizers or parameters "
+            f"were added, removed or changed in structure since: {', '.join(names)}. No resume "
+            "could restore that, so nothing was written. Create all of them in setup()."
+        )
+    return everybodys, list(claims)
 
 
 def _gather_own_parts(
@@ -363,12 +319,10 @@ def _with_states(record: Record, states: Mapping[str, Any]) -> Record:
         "model": states.get("model", record.model),
         "engine": states.get("engine", record.engine),
         "plugins": {
-            name: states.get(_owner_name("plugin", name), state)
-            for name, state in record.plugins.items()
+            name: states.get(f"plugin {name!r}", state) for name, state in record.plugins.items()
         },
         "loops": {
-            name: states.get(_owner_name("loop", name), state)
-            for name, state in record.loops.items()
+            path: states.get(f"loop {path!r}", state) for path, state in record.loops.items()
         },
     }
     return dataclasses.replace(record, **parts) if states else record

@@ -22,7 +22,7 @@ from helios.errors import SaveError, UsageError
 from helios.listeners import RunListener
 from helios.replicas.replicas import Replicas
 from helios.storage import files
-from helios.storage.dcp_folder import copy_rows, split_sharded
+from helios.storage.dcp_folder import copy_rows, save_rows, split_sharded
 from helios.storage.files import FileFacts
 from helios.storage.staging import WriterThread
 
@@ -129,10 +129,6 @@ class PlainWriter(CheckpointWriter):
         self._refused: tuple[Path, OSError] | None = None
 
     @property
-    def _is_first(self) -> bool:
-        return self._replicas.rank == 0
-
-    @property
     def _newest_name(self) -> str:
         return "none" if self.newest is None else self.newest.name
 
@@ -145,7 +141,7 @@ class PlainWriter(CheckpointWriter):
                 "again: it resumes from the newest checkpoint."
             )
         path = self._save(payload)
-        if not self._is_first:
+        if self._replicas.rank != 0:
             self.newest = path
         return path
 
@@ -156,7 +152,12 @@ class PlainWriter(CheckpointWriter):
             if committed is not None:
                 return committed
             self._thread.copying(pending.encode)
-            self._write(pending, is_now=self._thread.buffers is None)
+            if self._thread.buffers is None:
+                self._commit(pending)
+                self._raise_own_failure()
+            else:
+                self._in_flight = file_names.parse(pending.path)
+                self._thread.start(lambda: self._commit(pending))
             return pending.path
 
         return self._replicas.on_first(write)
@@ -170,19 +171,6 @@ class PlainWriter(CheckpointWriter):
             self.newest = committed
         return committed
 
-    def _write(self, pending: PendingCheckpoint, *, is_now: bool) -> None:
-        """Write and commit what is encoded, in a thread or before this returns.
-
-        Raises:
-            Exception: the failure of this save, if it is written now and must end the run.
-        """
-        if is_now:
-            self._commit(pending)
-            self._raise_own_failure()
-            return
-        self._in_flight = file_names.parse(pending.path)
-        self._thread.start(lambda: self._commit(pending))
-
     def _commit(self, pending: PendingCheckpoint) -> None:
         try:
             for listener in self._listeners:
@@ -192,27 +180,34 @@ class PlainWriter(CheckpointWriter):
             self._refused = None
             for listener in self._listeners:
                 listener.committed(pending.path, sidecar)
-        except OSError as error:
-            if self._folder.options.on_save_error == "raise":
-                self._condemn(pending.path, error)
-            else:
-                self._tolerate(pending.path, error)
         except Exception as error:
-            self._condemn(pending.path, error)
+            self._note_failure(pending.path, error)
         finally:
             self._in_flight = None
 
-    def _tolerate(self, path: Path, error: OSError) -> None:
-        self._refused = (path, error)
-        self._announce_failure(path, error)
-        _LOGGER.error(
-            "The checkpoint %s %s: %s. The newest safe one is %s. Training continues, and the next "
-            "due save tries again. Meanwhile, check the disk (space, quota, permissions).",
-            path,
-            self._describe_fate(path),
-            error,
-            self._newest_name,
-        )
+    def _note_failure(self, path: Path, error: Exception) -> None:
+        """Say that a save has failed, and whether the next one tries again or the run ends."""
+        if isinstance(error, OSError) and self._folder.options.on_save_error != "raise":
+            self._refused = (path, error)
+            text = (
+                f": {error}. The newest safe one is {self._newest_name}. Training continues, and "
+                "the next due save tries again. Meanwhile, check the disk (space, quota, "
+                "permissions)."
+            )
+        else:
+            self.failure = error
+            text = (
+                f" ({type(error).__name__}: {error}). Training ends with this error at its next "
+                "safe point; older checkpoints are unchanged."
+            )
+        for listener in self._listeners:
+            try:
+                listener.save_failed(path, error)
+            except Exception as other:
+                # Raised in the thread, it would be lost.
+                self.failure = self.failure or other
+        # Also one that is raised: if another error ends the training first, it would go unnoticed.
+        _LOGGER.error("The checkpoint %s %s%s", path, self._describe_fate(path), text)
 
     def _describe_fate(self, path: Path) -> str:
         if self._find(file_names.parse(path) or (0, 0)) is None:
@@ -220,31 +215,12 @@ class PlainWriter(CheckpointWriter):
         # The name exists, but the disk has not confirmed that it is durable.
         return "was written, but the disk did not confirm it, and a power cut may lose it"
 
-    def _condemn(self, path: Path, error: Exception) -> None:
-        self.failure = error
-        self._announce_failure(path, error)
-        # If another error ends the training first, this one would go unnoticed.
-        _LOGGER.error(
-            "The checkpoint %s %s (%s: %s). Training ends with this error at its next "
-            "safe point; older checkpoints are unchanged.",
-            path,
-            self._describe_fate(path),
-            type(error).__name__,
-            error,
-        )
-
-    def _announce_failure(self, path: Path, error: Exception) -> None:
-        for listener in self._listeners:
-            try:
-                listener.save_failed(path, error)
-            except Exception as other:
-                # Raised in the thread, it would be lost.
-                self.failure = self.failure or other
-
     def has(self, state: TrainingState) -> bool:
         """Return whether rank 0 has a checkpoint of this iteration, committed or in progress."""
         place = state.global_epoch, state.global_iteration
-        is_there = self._is_first and (self._in_flight == place or self._find(place) is not None)
+        is_there = self._replicas.rank == 0 and (
+            self._in_flight == place or self._find(place) is not None
+        )
         (is_there,) = self._replicas.agree(is_there)
         return is_there
 
@@ -270,14 +246,9 @@ class PlainWriter(CheckpointWriter):
 
     def finish(self, conclude: Callable[[Path | None], None]) -> None:
         """Wait until all checkpoints are on the disk; see the base."""
+        self._replicas.on_first(partial(self._finish, conclude))
 
-        def finish() -> None:
-            self._require_written()
-            conclude(self.newest)
-
-        self._replicas.on_first(finish)
-
-    def _require_written(self) -> None:
+    def _finish(self, conclude: Callable[[Path | None], None]) -> None:
         self._thread.wait()
         self._raise_own_failure()
         if self._refused is not None:
@@ -287,6 +258,7 @@ class PlainWriter(CheckpointWriter):
                 f"safe one is {self._newest_name}. Free disk space or fix the permissions, and run "
                 "the same command again: it repeats the missing steps, with the same bits."
             ) from error
+        conclude(self.newest)
 
     def close(self) -> None:
         """Wait for the save in progress, also after an error, and release the memory."""
@@ -336,7 +308,14 @@ class ShardedWriter(PlainWriter):
         draft = files.temporary_path(path)
 
         def write() -> None:
-            written = self._write_rows(draft, copies[0])
+            written: dict[str, FileFacts] | Exception
+            try:
+                written = save_rows(
+                    draft, copies[0], self._group, hashes=self._folder.options.digest
+                )
+            except Exception as error:
+                # Rank 0 raises it.
+                written = error
             for pending in described:
                 pending.rows = written
                 self._commit(pending)
@@ -351,17 +330,6 @@ class ShardedWriter(PlainWriter):
             self._in_flight = file_names.parse(path)
             self._thread.start(write)
         return path
-
-    def _write_rows(
-        self, draft: Path, rows: Mapping[str, OwnRows]
-    ) -> dict[str, FileFacts] | Exception:
-        """Write the rows of all processes; returns the files, or the error, which rank 0 raises."""
-        from helios.storage.dcp_folder import save_rows
-
-        try:
-            return save_rows(draft, rows, self._group, hashes=self._folder.options.digest)
-        except Exception as error:
-            return error
 
     def close(self) -> None:
         """Wait until this process writes nothing, and release the memory."""

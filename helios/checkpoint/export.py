@@ -332,7 +332,8 @@ def _write_pretrained(folder: Path, weights: Weights, write: _Writer, max_bytes:
             "metadata": {"total_size": weights.num_bytes},
             "weight_map": {name: file for file, group in named.items() for name in group},
         }
-        _write_bytes(folder / "model.safetensors.index.json", json.dumps(table, indent=2).encode())
+        index = folder / "model.safetensors.index.json"
+        files.write_text_durably(index, json.dumps(table, indent=2))
 
 
 def _groups(weights: Weights, max_bytes: int) -> Iterator[list[str]]:
@@ -347,12 +348,6 @@ def _groups(weights: Weights, max_bytes: int) -> Iterator[list[str]]:
         group.append(name)
         size += added
     yield group
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    with files.create(path) as handle:
-        files.write(handle, data)
-        files.fsync(handle)
 
 
 def _refuse_checkpoint_name(path: Path) -> None:

@@ -174,11 +174,6 @@ def sidecar_path(path: Path) -> Path:
     return path.with_suffix(SIDECAR_SUFFIX)
 
 
-def described_by(sidecar: Path) -> tuple[Path, ...]:
-    """Return the paths of the checkpoints that a sidecar may belong to."""
-    return tuple(sidecar.with_suffix(suffix) for suffix in _SUFFIXES)
-
-
 def damaged_path(path: Path) -> Path:
     """Return a free name for a damaged file, so that no earlier one is overwritten."""
     return find_free(

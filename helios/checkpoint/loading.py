@@ -16,8 +16,8 @@ import hashlib
 import json
 import logging
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum, IntEnum
 from functools import cached_property
 from pathlib import Path, PosixPath, WindowsPath
@@ -50,241 +50,11 @@ INDEX_NAME = "index.pth"
 _ROWS = ".distcp"
 
 
-class Contents(ABC):
-    """The content of a checkpoint.
-
-    Args:
-        path: the ``.pth`` file or ``.ckpt`` folder.
-
-    Attributes:
-        path: as given.
-        record_path: the file of the record.
-        watch: called with numbers of bytes while they are compared; ``None`` for none.
-    """
-
-    def __init__(self, path: Path, record_path: Path) -> None:
-        self.path = path
-        self.record_path = record_path
-        self.watch: Callable[[int], object] | None = None
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """The size of all files in bytes."""
-
-    @abstractmethod
-    def compare_bytes(self, sidecar: Sidecar | None, share: RowShare | None = None) -> bool:
-        """Compare the bytes with those that were written.
-
-        Args:
-            sidecar: holds the digest; without one, the checksums of the container's records are
-                used.
-            share: compare only what one process needs of sharded tensors.
-
-        Returns:
-            Whether every byte of the record was compared with a digest.
-
-        Raises:
-            DamagedCheckpointError: if the bytes differ.
-            IncompatibleCheckpointError: if they are those of the old file that it was migrated
-                from.
-            OSError: if the file system cannot read a file.
-        """
-
-    @abstractmethod
-    def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:
-        """Read the record; its tensors are on the CPU.
-
-        Args:
-            safe_types: types that may be created.
-            maps: whether tensors of the record may be mapped from the file.
-            share: what this process holds of the networks: their sharded tensors are deferred
-                then, and others are whole.
-
-        Raises:
-            Exception: as :func:`helios.storage.codec.read`.
-        """
-
-    @abstractmethod
-    def read_structure(self) -> tuple[Any, list[str]]:
-        """Return the tree of the record with deferred tensors, and the rejected names.
-
-        Raises:
-            Exception: as :func:`helios.storage.codec.read_structure`.
-        """
-
-    def check_container(self) -> None:
-        """Check the container of the record; raises as :func:`check_directory`."""
-        check_directory(self.record_path)
-
-
-@final
-class WholeFile(Contents):
-    """A checkpoint that is one file.
-
-    Args:
-        path: the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, path)
-
-    @property
-    def size(self) -> int:
-        """The size of the file in bytes."""
-        with self.path.open("rb") as handle:
-            return os.fstat(handle.fileno()).st_size
-
-    def compare_bytes(self, sidecar: Sidecar | None, share: RowShare | None = None) -> bool:
-        """Compare the file with its digest; see the base."""
-        path = self.path
-        if sidecar is not None and sidecar.digest:
-            found = digest_file(path, self.watch)
-            if found != sidecar.digest:
-                if found == sidecar.source_digest:
-                    # The old file was put back: it is intact, and must not be renamed.
-                    raise unmigrated(path)
-                raise DamagedCheckpointError(
-                    f"{path} is damaged: its bytes do not match the digest in its sidecar. "
-                    "Remove it, or use another checkpoint."
-                )
-            return True
-        check_container(path, self.watch)
-        return False
-
-    def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:
-        """Read the file; see the base."""
-        from helios.storage import codec
-
-        return codec.read(self.path, safe_types, maps=maps)
-
-    def read_structure(self) -> tuple[Any, list[str]]:
-        """Return the tree of the file; see the base."""
-        from helios.storage import codec
-
-        return codec.read_structure(self.path)
-
-
-@final
-class ShardedFolder(Contents):
-    """A checkpoint that is a folder; a file in it that no save has written is not read.
-
-    Args:
-        path: the folder.
-        sidecar: knows its files; without one, only reading them can reveal damage.
-
-    Raises:
-        DamagedCheckpointError: if a file is missing, or has another size than when it was written.
-        OSError: if the file system cannot read it.
-    """
-
-    def __init__(self, path: Path, sidecar: Sidecar | None) -> None:
-        super().__init__(path, path / RECORD_NAME)
-        self._facts = {} if sidecar is None else sidecar.files
-        self._sizes = {each.name: each.stat().st_size for each in sorted(path.iterdir())}
-        for name, facts in self._facts.items():
-            found = self._sizes.get(name)
-            if found != facts.size:
-                fault = (
-                    f"has {found} bytes instead of {facts.size}" if found else "is missing or empty"
-                )
-                raise DamagedCheckpointError(
-                    f"{path} is damaged: its file {name} {fault}. Copy it back, or use another "
-                    "checkpoint."
-                )
-
-    @property
-    def size(self) -> int:
-        """The size of all files in bytes."""
-        return sum(self._sizes.values())
-
-    @cached_property
-    def _rows(self) -> TensorFolder:
-        from helios.storage.dcp_folder import TensorFolder
-
-        return TensorFolder(self.path)
-
-    def compare_bytes(self, sidecar: Sidecar | None, share: RowShare | None = None) -> bool:
-        """Compare the files with their digests; see the base.
-
-        The processes of a machine that load together share the files with rows.
-        """
-        first, step = 0, 1
-        if share is not None:
-            from helios.distributed.collectives import get_dist_info
-
-            info = get_dist_info()
-            first, step = info.local_rank, info.local_world_size
-        rows = sorted(name for name in self._sizes if name.endswith(_ROWS))[first::step]
-        for name in (RECORD_NAME, METADATA_NAME, INDEX_NAME, *rows):
-            expected = self._facts[name].digest if name in self._facts else ""
-            if expected and digest_file(self.path / name, self.watch) != expected:
-                raise DamagedCheckpointError(
-                    f"{self.path / name} is damaged: its bytes do not match the digest in the "
-                    "sidecar. Remove the checkpoint, or use another one."
-                )
-        is_verified = bool(sidecar is not None and sidecar.digest)
-        if not is_verified:
-            check_container(self.record_path, self.watch)
-            self._rows.check(rows, self.watch)
-        return is_verified
-
-    def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:
-        """Read the record, and sharded tensors in full or deferred; see the base."""
-        from helios.storage import codec
-
-        find = self._make_finder(() if share is None else share.prefixes)
-        return codec.read(self.record_path, safe_types, maps=maps, find_sharded=find)
-
-    def read_structure(self) -> tuple[Any, list[str]]:
-        """Return the tree of the record with deferred tensors; see the base."""
-        from helios.storage import codec
-
-        return codec.read_structure(self.record_path, self._make_finder(("",)))
-
-    def _make_finder(self, deferred: tuple[str, ...]) -> Callable[[str], Tensor]:
-        """Return what finds sharded tensors by name; those with a prefix are not read yet."""
-        from helios.core.sharded_tensors import make_deferred_tensor, value_of
-
-        tensors = self._rows.tensors
-        found: dict[Any, Tensor] = {}
-
-        def find(name: str) -> Tensor:
-            if name not in tensors:
-                raise DamagedCheckpointError(
-                    f"{self.path} is damaged: it lacks the tensor {name}. Remove the checkpoint, "
-                    "or use another one."
-                )
-            stored, is_deferred = tensors[name], name.startswith(deferred)
-            # Tied tensors are one tensor.
-            place = stored.place, is_deferred
-            if place not in found:
-                tensor = make_deferred_tensor(stored.shape, stored.dtype, stored)
-                found[place] = tensor if is_deferred else value_of(tensor)
-            return found[place]
-
-        return find
-
-
 def join_digests(facts: Mapping[str, FileFacts]) -> str:
     """Return the digest of a sharded checkpoint, by the digests of its files."""
     table = {name: each.digest for name, each in facts.items()}
     text = json.dumps(table, sort_keys=True)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def open_contents(path: Path, sidecar: Sidecar | None = None) -> Contents:
-    """Return the contents of a checkpoint, by its name.
-
-    Args:
-        path: the file or folder.
-        sidecar: that of the checkpoint; ``None`` without one.
-
-    Raises:
-        CheckpointError: as :class:`ShardedFolder`.
-        OSError: if the file system cannot read it.
-    """
-    return ShardedFolder(path, sidecar) if file_names.is_folder(path) else WholeFile(path)
 
 
 def unmigrated(path: Path) -> IncompatibleCheckpointError:
@@ -334,9 +104,8 @@ Check: TypeAlias = tuple[Callable[[], None], Condition]
 """A check, and the condition of a file that fails it without being damaged."""
 
 
-@final
 class FileChecks:
-    """The checks of one file, in the order of its methods, and their results.
+    """The checks of one checkpoint, in the order of its methods, and their results.
 
     Args:
         path: the ``.pth`` file or ``.ckpt`` folder; its sidecar is expected beside it.
@@ -345,7 +114,7 @@ class FileChecks:
 
     Attributes:
         path: as given.
-        contents: the file or folder.
+        record_path: the file of the record.
         size: the size of all files in bytes.
         sidecar: its sidecar, if there is one and it can be read.
         checked: how its bytes were compared.
@@ -359,8 +128,7 @@ class FileChecks:
         share: RowShare | None = None,
         watch: Callable[[int], object] | None = None,
     ) -> None:
-        self.path = path
-        self.contents: Contents = WholeFile(path)
+        self.path = self.record_path = path
         self.size = 0
         self.sidecar: Sidecar | None = None
         self.checked = Checked.NOTHING
@@ -374,14 +142,18 @@ class FileChecks:
         self.sidecar = read_sidecar(self.path)
 
     def find_files(self) -> None:
-        """Check that all files are there, with the sizes that they were written with."""
-        self.contents = open_contents(self.path, self.sidecar)
-        self.contents.watch = self._watch
-        self.size = self.contents.size
+        """Check that all files are there, with the sizes that they were written with.
+
+        Raises:
+            DamagedCheckpointError: if a file of a folder is missing, or has another size.
+            OSError: if the file system cannot read a file.
+        """
+        with self.path.open("rb") as handle:
+            self.size = os.fstat(handle.fileno()).st_size
 
     def check_header(self) -> None:
         """Check the directory of the container, and that name and sidecar agree."""
-        self.contents.check_container()
+        check_directory(self.record_path)
         if (sidecar := self.sidecar) is not None:
             state = {"global_epoch": sidecar.epoch, "global_iteration": sidecar.iteration}
             said = {
@@ -391,33 +163,67 @@ class FileChecks:
             check_agreement(self.path.name, said, sidecar)
 
     def compare_bytes(self) -> None:
-        """Compare every byte with the digest, or the records with the container's checksums."""
-        is_verified = self.contents.compare_bytes(self.sidecar, self._share)
-        self.checked = Checked.DIGEST if is_verified else Checked.SUMS
+        """Compare every byte with the digest, or the records with the container's checksums.
+
+        Raises:
+            DamagedCheckpointError: if the bytes differ.
+            IncompatibleCheckpointError: if they are those of the old file that it was migrated
+                from.
+            OSError: if the file system cannot read a file.
+        """
+        self.checked = Checked.DIGEST if self._verify() else Checked.SUMS
+
+    def _verify(self) -> bool:
+        """Return whether every byte of the record was compared with a digest."""
+        path, sidecar = self.path, self.sidecar
+        if sidecar is None or not sidecar.digest:
+            check_container(path, self._watch)
+            return False
+        found = digest_file(path, self._watch)
+        if found == sidecar.digest:
+            return True
+        if found == sidecar.source_digest:
+            # The old file was put back: it is intact, and must not be renamed.
+            raise unmigrated(path)
+        raise DamagedCheckpointError(
+            f"{path} is damaged: its bytes do not match the digest in its sidecar. "
+            "Remove it, or use another checkpoint."
+        )
 
     def read_structure(self) -> None:
         """Read the content without its tensors, and the names of types that loading rejects."""
-        self.tree, self.names = self._reading(self.contents.read_structure)
+        from helios.storage import codec
+
+        with self._reading():
+            find = self._find_sharded(("",))
+            self.tree, self.names = codec.read_structure(self.record_path, find)
 
     def read(self, safe_types: list[Any], *, maps: bool) -> None:
         """Read the content, with tensors on the CPU."""
-        maps = maps and self.checked is Checked.DIGEST
-        self.tree = self._reading(
-            lambda: self.contents.read(safe_types, maps=maps, share=self._share)
-        )
+        from helios.storage import codec
 
-    def _reading(self, read: Callable[[], Any]) -> Any:
+        maps = maps and self.checked is Checked.DIGEST
+        with self._reading():
+            find = self._find_sharded(() if self._share is None else self._share.prefixes)
+            self.tree = codec.read(self.record_path, safe_types, maps=maps, find_sharded=find)
+
+    def _find_sharded(self, deferred: tuple[str, ...]) -> Callable[[str], Tensor] | None:
+        """Return what finds sharded tensors by name; those with a prefix are not read yet."""
+        return None
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         try:
-            return read()
+            yield
         except DamagedCheckpointError as error:
             if self.checked is not Checked.DIGEST:
                 raise
             # The cause is something else, such as an older PyTorch: if it were renamed as damaged,
             # every good checkpoint of the run would be lost.
             raise IncompatibleCheckpointError(
-                f"{self.contents.record_path} holds the bytes that were written, but cannot be "
-                f"read here: {error} It may have been written with another version of PyTorch. "
-                "Nothing was renamed."
+                f"{self.record_path} holds the bytes that were written, but cannot be read here: "
+                f"{error} It may have been written with another version of PyTorch. Nothing was "
+                "renamed."
             ) from error
 
     def of_content(self) -> tuple[Check, ...]:
@@ -473,6 +279,86 @@ class FileChecks:
         )
 
 
+@final
+class FolderChecks(FileChecks):
+    """The checks of a sharded checkpoint; a file in it that no save has written is not read."""
+
+    def find_files(self) -> None:
+        """Check the files that the sidecar knows; without one, only reading can reveal damage."""
+        self._sizes = {each.name: each.stat().st_size for each in sorted(self.path.iterdir())}
+        self._facts = {} if self.sidecar is None else self.sidecar.files
+        for name, facts in self._facts.items():
+            found = self._sizes.get(name)
+            if found != facts.size:
+                fault = (
+                    f"has {found} bytes instead of {facts.size}" if found else "is missing or empty"
+                )
+                raise DamagedCheckpointError(
+                    f"{self.path} is damaged: its file {name} {fault}. Copy it back, or use "
+                    "another checkpoint."
+                )
+        self.size = sum(self._sizes.values())
+        self.record_path = self.path / RECORD_NAME
+
+    @cached_property
+    def _rows(self) -> TensorFolder:
+        from helios.storage.dcp_folder import TensorFolder
+
+        return TensorFolder(self.path)
+
+    def _verify(self) -> bool:
+        """Compare the files; the processes of a machine that load together share those of rows."""
+        first, step = 0, 1
+        if self._share is not None:
+            from helios.distributed.collectives import get_dist_info
+
+            info = get_dist_info()
+            first, step = info.local_rank, info.local_world_size
+        rows = sorted(name for name in self._sizes if name.endswith(_ROWS))[first::step]
+        for name in (RECORD_NAME, METADATA_NAME, INDEX_NAME, *rows):
+            expected = self._facts[name].digest if name in self._facts else ""
+            if expected and digest_file(self.path / name, self._watch) != expected:
+                raise DamagedCheckpointError(
+                    f"{self.path / name} is damaged: its bytes do not match the digest in the "
+                    "sidecar. Remove the checkpoint, or use another one."
+                )
+        is_verified = bool(self.sidecar is not None and self.sidecar.digest)
+        if not is_verified:
+            check_container(self.record_path, self._watch)
+            self._rows.check(rows, self._watch)
+        return is_verified
+
+    def _find_sharded(self, deferred: tuple[str, ...]) -> Callable[[str], Tensor]:
+        """Return what finds sharded tensors by name; those with a prefix are not read yet."""
+        from helios.core.sharded_tensors import make_deferred_tensor, value_of
+
+        tensors = self._rows.tensors
+        found: dict[Any, Tensor] = {}
+
+        def find(name: str) -> Tensor:
+            if name not in tensors:
+                raise DamagedCheckpointError(
+                    f"{self.path} is damaged: it lacks the tensor {name}. Remove the checkpoint, "
+                    "or use another one."
+                )
+            stored, is_deferred = tensors[name], name.startswith(deferred)
+            # Tied tensors are one tensor.
+            place = stored.place, is_deferred
+            if place not in found:
+                tensor = make_deferred_tensor(stored.shape, stored.dtype, stored)
+                found[place] = tensor if is_deferred else value_of(tensor)
+            return found[place]
+
+        return find
+
+
+def checks_of(
+    path: Path, share: RowShare | None = None, watch: Callable[[int], object] | None = None
+) -> FileChecks:
+    """Return the checks of a file or a folder, as its name says; see :class:`FileChecks`."""
+    return (FolderChecks if file_names.is_folder(path) else FileChecks)(path, share, watch)
+
+
 def refuse_old_globals(path: Path, names: Iterable[str]) -> None:
     """Refuse a file that refers to objects that only helios-ml wrote.
 
@@ -522,13 +408,12 @@ def read_sidecar(path: Path) -> Sidecar | None:
     return Sidecar.from_json(data.decode("utf-8", "replace"), name=str(place))
 
 
-def read_step(path: Path) -> int | None:
-    """Return the optimizer steps of a checkpoint; ``None`` without a sidecar that states them."""
+def try_sidecar(path: Path) -> Sidecar | None:
+    """Return the sidecar of a checkpoint, or ``None`` if there is none that can be read."""
     try:
-        sidecar = read_sidecar(path)
+        return read_sidecar(path)
     except (CheckpointError, OSError):
         return None
-    return None if sidecar is None else sidecar.step
 
 
 def load(
@@ -566,7 +451,7 @@ def load_present(
         FileNotFoundError: if the file was deleted, before or during reading.
     """
     try:
-        return _load(FileChecks(path, share), list(safe_types), maps=maps)
+        return _load(checks_of(path, share), list(safe_types), maps=maps)
     except (CheckpointError, OSError) as error:
         # A file that was deleted while it is read may look damaged in any way.
         if file_names.is_gone(path):
@@ -598,8 +483,7 @@ def _load(file: FileChecks, safe_types: list[Any], *, maps: bool) -> Loaded:
     try:
         file.read(safe_types, maps=maps)
     except IncompatibleCheckpointError:
-        path = file.contents.record_path
-        refuse_old_globals(path, codec.unsafe_globals(path))
+        refuse_old_globals(file.record_path, codec.unsafe_globals(file.record_path))
         raise
     for check, _ in file.of_content():
         check()

@@ -92,7 +92,13 @@ class Record:
         Raises:
             StateError: if it lacks what every checkpoint has.
         """
-        require_keys(payload)
+        lacking = [key for key in REQUIRED if key not in payload]
+        if lacking:
+            raise StateError(
+                "A checkpoint must hold the complete state, but this one lacks "
+                f"{', '.join(map(repr, lacking))}. Do not remove keys in on_save_checkpoint or "
+                "on_load_checkpoint."
+            )
         known = {name: payload[name] for name in _NAMES if name in payload}
         extra = {key: value for key, value in payload.items() if key not in KEYS}
         return cls(**known, findings=Findings.from_keys(payload), extra=extra)
@@ -158,18 +164,3 @@ REQUIRED = tuple(
     each.name for each in _FIELDS if each.default is MISSING and each.default_factory is MISSING
 )
 """The keys of the state that a file of every schema has."""
-
-
-def require_keys(payload: Mapping[str, Any]) -> None:
-    """Check that a dictionary has the keys of every checkpoint.
-
-    Raises:
-        StateError: naming those that it lacks.
-    """
-    lacking = [key for key in REQUIRED if key not in payload]
-    if lacking:
-        raise StateError(
-            "A checkpoint must hold the complete state, but this one lacks "
-            f"{', '.join(map(repr, lacking))}. Do not remove keys in on_save_checkpoint or "
-            "on_load_checkpoint."
-        )

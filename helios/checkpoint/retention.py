@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from helios.best import BestRule, BestValidation, Mode, check_mode, rank_by_score
-from helios.checkpoint.file_names import find_checkpoints, parse, sidecar_path
-from helios.checkpoint.loading import read_sidecar
+from helios.checkpoint.file_names import find_checkpoints, parse
+from helios.checkpoint.loading import try_sidecar
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.status import Status
-from helios.errors import ArgumentError, CheckpointError, UsageError
+from helios.errors import ArgumentError, UsageError
 from helios.storage.files import as_local_path
 
 _ON_SAVE_ERROR = ("continue", "raise")
@@ -140,7 +140,12 @@ class CheckpointStore:
     @property
     def keeps_all(self) -> bool:
         """Whether there is no retention rule."""
-        return self.keep_last is None and self.keep_every is None and self.keep_best is None
+        return self.keep_last is None and not self.needs_sidecars
+
+    @property
+    def needs_sidecars(self) -> bool:
+        """Whether the retention rules need more than the names of the files."""
+        return self.keep_every is not None or self.keep_best is not None
 
 
 def _is_count(value: Any) -> bool:
@@ -174,10 +179,10 @@ class Entry:
     best: BestValidation | None = dataclasses.field(default=None, compare=False)
     is_known: bool = dataclasses.field(default=False, compare=False)
 
-    @property
-    def sidecar_path(self) -> Path:
-        """The path of the sidecar, if there is one."""
-        return sidecar_path(self.path)
+    @classmethod
+    def of(cls, path: Path) -> Entry:
+        """Return the entry of a checkpoint, as far as its name says it."""
+        return cls(*(parse(path) or (0, 0)), path)
 
 
 def plan(
@@ -206,14 +211,9 @@ def plan(
         kept |= {entry.path for entry in ranked if _is_multiple(entry, options.keep_every)}
     if options.keep_best is not None:
         kept |= {entry.path for entry in find_best(ranked, options.keep_best.rule)}
-    if needs_sidecars(options):
+    if options.needs_sidecars:
         kept |= {entry.path for entry in ranked if not entry.is_known}
     return [entry for entry in ranked if entry.path not in kept]
-
-
-def needs_sidecars(options: CheckpointStore) -> bool:
-    """Return whether the rules need more than the names of the files."""
-    return options.keep_every is not None or options.keep_best is not None
 
 
 def _is_multiple(entry: Entry, number: int) -> bool:
@@ -305,42 +305,12 @@ def rank_files(files: Iterable[Status]) -> Ranking:
     return rank_checkpoints(entry for entry, name in entries if name == newest)
 
 
-class Retention:
-    """The rules of one run, and the sidecars that were read so far.
-
-    Args:
-        options: the rules.
-    """
-
-    def __init__(self, options: CheckpointStore) -> None:
-        self._options = options
-        # A run saves often, and its sidecars do not change: each is read once.
-        self._known: dict[Path, Entry] = {}
-
-    def plan(self, entries: Sequence[Entry], protected: Collection[Path] = ()) -> list[Entry]:
-        """Return the checkpoints to delete; see :func:`plan`.
-
-        If a sidecar is missing or unreadable, its checkpoint is kept.
-
-        Args:
-            entries: the checkpoints, in any order, according to their names.
-            protected: files to keep whatever the rules say.
-        """
-        if needs_sidecars(self._options):
-            entries = [self._known.get(entry.path) or with_sidecar(entry) for entry in entries]
-            self._known = {entry.path: entry for entry in entries if entry.is_known}
-        return plan(entries, self._options, protected)
-
-
 def with_sidecar(entry: Entry) -> Entry:
     """Return an entry completed from its sidecar; unchanged if that cannot be read.
 
     The number of completed units stays unknown where the sidecar does not name the run.
     """
-    try:
-        sidecar = read_sidecar(entry.path)
-    except (CheckpointError, OSError):
-        return entry
+    sidecar = try_sidecar(entry.path)
     return entry if sidecar is None else fill_in(entry, sidecar)
 
 
@@ -370,5 +340,5 @@ def find_best_checkpoint(root: Path | None, rule: KeepBest | None = None) -> Pat
     if root is not None:
         root = as_local_path("find_best_checkpoint(root=...)", root)
     found = [] if root is None else find_checkpoints(root)
-    entries = [with_sidecar(Entry(*(parse(path) or (0, 0)), path)) for path in found]
+    entries = [with_sidecar(Entry.of(path)) for path in found]
     return rank_checkpoints(entries, None if rule is None else rule.rule).path

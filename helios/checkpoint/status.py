@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names
-from helios.checkpoint.loading import Check, Checked, Condition, Depth, FileChecks, gone_text
+from helios.checkpoint.loading import (
+    Check,
+    Checked,
+    Condition,
+    Depth,
+    FileChecks,
+    checks_of,
+    gone_text,
+)
 from helios.checkpoint.sidecar import Sidecar
 from helios.errors import CheckpointError, DamagedCheckpointError, IncompatibleCheckpointError
 
@@ -85,7 +93,7 @@ def look_into(
         The status, and the tree of the file from
         :func:`helios.storage.codec.read_structure`; ``None`` if it was not or cannot be read.
     """
-    file = FileChecks(path, watch=watch)
+    file = checks_of(path, watch=watch)
     faults = _find_faults(file, depth)
     if faults and file_names.is_gone(path):
         # A file that was deleted while it is read may look damaged in any way.
@@ -240,13 +248,13 @@ def survey(
     for name, below, names in os.walk(root, onerror=refuse):
         folder = Path(name)
         present = [folder / part for part in (*names, *below)]
-        below[:] = sorted(part for part in below if not _is_apart(part))
+        below[:] = sorted(
+            part
+            for part in below
+            if not part.startswith("before-") and not file_names.is_folder(Path(part))
+        )
         if with_file in names or any(map(_is_shown, present)):
             yield examine_folder(folder, look)
-
-
-def _is_apart(name: str) -> bool:
-    return name.startswith("before-") or file_names.is_folder(Path(name))
 
 
 def _is_shown(path: Path) -> bool:

@@ -17,11 +17,10 @@ from typing import Any
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.loading import RECORD_NAME, Loaded, join_digests, load_checkpoint
-from helios.checkpoint.record import require_keys
-from helios.checkpoint.retention import CheckpointStore, Entry, Retention
+from helios.checkpoint.retention import CheckpointStore, Entry, plan, with_sidecar
 from helios.checkpoint.sidecar import Sidecar
 from helios.core.sharded_tensors import RowShare
-from helios.errors import CheckpointError, DamagedCheckpointError, StateError
+from helios.errors import DamagedCheckpointError
 from helios.storage import codec, files
 from helios.storage.files import FileFacts
 from helios.storage.staging import HostBuffers
@@ -59,11 +58,9 @@ class PendingCheckpoint:
             buffers: copy all tensors into these, so that training may continue before the commit.
 
         Raises:
-            StateError: for a value that could not be loaded again, or a payload that disagrees
-                with its name or sidecar.
+            StateError: for a value that could not be loaded again.
             MemoryError: if the copies do not fit.
         """
-        _check_consistency(self.path, self.payload, self.sidecar)
         types = list(self.safe_types)
         self.code = codec.encode(self.payload, where="", safe_types=types, buffers=buffers)
         self.payload = {}
@@ -87,7 +84,8 @@ class RunFolder:
     def __init__(self, folder: Path, options: CheckpointStore | None = None) -> None:
         self.path = Path(folder)
         self.options = options or CheckpointStore()
-        self._retention = Retention(self.options)
+        # A run saves often, and its sidecars do not change: each is read once.
+        self._known: dict[Path, Entry] = {}
         self.damaged: list[Path] = []
         self.share: RowShare | None = None
         self._protected: set[Path] = set()
@@ -96,8 +94,7 @@ class RunFolder:
     def entries(self) -> list[Entry]:
         """Return the committed checkpoints, oldest first."""
         # No other process changes the folder meanwhile: the run holds its lock.
-        found = file_names.list_checkpoints(self.path)
-        return sorted(Entry(*(file_names.parse(path) or (0, 0)), path) for path in found)
+        return [Entry.of(path) for path in file_names.list_checkpoints(self.path)]
 
     def protect(self, path: Path) -> None:
         """Never delete this file: the run was resumed from it."""
@@ -122,19 +119,15 @@ class RunFolder:
                 checkpoints stay.
         """
         try:
-            return self._commit(pending)
+            files.make_folder(self.path)
+            sidecar = self._write(pending)
+            files.fsync_folder(self.path)
         except OSError as error:
             # The system does not name a file that is already open.
             if error.errno is not None:
                 error.filename = error.filename or str(pending.path)
             raise
-
-    def _commit(self, pending: PendingCheckpoint) -> Sidecar:
-        files.make_folder(self.path)
-        path = pending.path
-        sidecar = self._write(pending)
-        files.fsync_folder(self.path)
-        self._apply_retention(path, sidecar.run_name)
+        self._apply_retention(pending.path, sidecar.run_name)
         return sidecar
 
     def _write(self, pending: PendingCheckpoint) -> Sidecar:
@@ -175,7 +168,10 @@ class RunFolder:
             return
         try:
             own = [entry for entry in self.entries() if file_names.belongs_to(entry.path, run_name)]
-            doomed = self._retention.plan(own, self._protected | {written})
+            if self.options.needs_sidecars:
+                own = [self._known.get(entry.path) or with_sidecar(entry) for entry in own]
+                self._known = {entry.path: entry for entry in own if entry.is_known}
+            doomed = plan(own, self.options, self._protected | {written})
         except OSError as error:
             _LOGGER.warning("Old checkpoints in %s were not deleted: %s.", self.path, error)
             return
@@ -195,14 +191,12 @@ class RunFolder:
             with contextlib.suppress(FileNotFoundError):
                 files.replace(entry.path, doomed)
         _remove(doomed)
-        files.unlink(entry.sidecar_path, missing_ok=True)
+        files.unlink(file_names.sidecar_path(entry.path), missing_ok=True)
 
     def find(self, epoch: int, iteration: int) -> Path | None:
         """Return the committed checkpoint of this (epoch, iteration); ``None`` without one."""
-        found = (
-            each for each in self.entries() if (each.epoch, each.iteration) == (epoch, iteration)
-        )
-        return next((each.path for each in found), None)
+        found = file_names.list_checkpoints(self.path)
+        return next((path for path in found if file_names.parse(path) == (epoch, iteration)), None)
 
     def mark_finished(self, path: Path, reason: str) -> None:
         """Record in a checkpoint's sidecar why the run ended there.
@@ -373,25 +367,13 @@ def _seal(sidecar: Sidecar, digest: str, facts: dict[str, FileFacts] | None = No
     )
 
 
-def _check_consistency(path: Path, payload: dict[str, Any], sidecar: Sidecar) -> None:
-    require_keys(payload)
-    if file_names.parse(path) is None:
-        raise StateError(f"The checkpoint {path.name} must name its epoch and iteration.")
-    try:
-        loading.check_agreement(path.name, payload, sidecar)
-    except DamagedCheckpointError as error:
-        raise StateError(f"The checkpoint would be refused when it is loaded: {error}") from None
-
-
 def _is_orphan(path: Path) -> bool:
     is_named_so = path.suffix == file_names.SIDECAR_SUFFIX and file_names.parse(path) is not None
-    if not is_named_so or any(each.exists() for each in file_names.described_by(path)):
+    suffixes = (file_names.SUFFIX, file_names.FOLDER_SUFFIX)
+    if not is_named_so or any(path.with_suffix(suffix).exists() for suffix in suffixes):
         return False
     # A user's own JSON file may have such a name: only sidecars are removed.
-    try:
-        sidecar = loading.read_sidecar(path)
-    except (CheckpointError, OSError):
-        return False
+    sidecar = loading.try_sidecar(path)
     if sidecar is None:
         return False
     return not sidecar.names_run or (sidecar.epoch, sidecar.iteration) == file_names.parse(path)

@@ -383,13 +383,14 @@ def _take_apart(loader: DataLoader[Any], attribute: str) -> DataLoaderParams:
             "self.create_dataset(dataset, batch_size=..., shuffle=...); pass your own sampler or "
             "batch_sampler as an option."
         )
+    usual = default_convert if loader.batch_sampler is None else default_collate
     return DataLoaderParams(
         batch_size=loader.batch_size,
         shuffle=isinstance(loader.sampler, RandomSampler),
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         drop_last=loader.drop_last,
-        collate_fn=None if _has_default_collate(loader) else loader.collate_fn,
+        collate_fn=None if loader.collate_fn is usual else loader.collate_fn,
         persistent_workers=loader.persistent_workers,
         prefetch_factor=loader.prefetch_factor,
         multiprocessing_context=loader.multiprocessing_context,
@@ -398,22 +399,14 @@ def _take_apart(loader: DataLoader[Any], attribute: str) -> DataLoaderParams:
     )
 
 
-def _has_own_batch_sampler(loader: DataLoader[Any]) -> bool:
-    # PyTorch makes one for each batch size.
-    return loader.batch_size is None and loader.batch_sampler is not None
-
-
-def _has_default_collate(loader: DataLoader[Any]) -> bool:
-    is_batched = loader.batch_sampler is not None
-    return loader.collate_fn is (default_collate if is_batched else default_convert)
-
-
 def _find_obstacle(loader: DataLoader[Any]) -> str:
     """Return what of a loader has no option; empty if there is nothing."""
     if type(loader) is not DataLoader:
         return f"the class {type(loader).__name__}"
     batches = loader.batch_sampler
-    if _has_own_batch_sampler(loader) or type(batches) not in (BatchSampler, type(None)):
+    # PyTorch makes one for each batch size.
+    is_own = loader.batch_size is None and batches is not None
+    if is_own or type(batches) not in (BatchSampler, type(None)):
         return f"a batch_sampler of its own, a {type(batches).__name__}"
     if loader.generator is not None:
         return "a generator of its own"

@@ -24,7 +24,6 @@ from helios.data.fingerprint import describe_class, find_fingerprint, length_of
 from helios.data.order import Position
 from helios.data.samplers import HasEpoch
 from helios.data.source import (
-    LONE,
     BatchIterator,
     ByOwnState,
     CannotResume,
@@ -51,29 +50,26 @@ class ExternalSource(Source):
     Args:
         loader: an iterable that can be iterated several times.
         sampler: the sampler that the user returned with it; its ``set_epoch`` is called.
-        run_seed: seed of the run.
-        purpose: name of the random streams of fetching.
+        begin: has the seed of the run, and the name of the random streams of fetching.
         share: the part of this process: one replica, whose samples the loader returns.
 
     Raises:
         ArgumentError: if the process runs several replicas.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        sampler: Any,
-        *,
-        run_seed: int,
-        purpose: str,
-        share: Shard = LONE,
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], sampler: Any, begin: Position, share: Shard) -> None:
         super().__init__()
-        _check_lone(loader, share)
+        if len(share.block) != 1:
+            raise ArgumentError(
+                f"A {type(loader).__name__} that create_dataloader did not create from a map-style "
+                "data set must be the loader of one replica, but this process runs replicas "
+                f"{list(share.block)}. Start as many processes as replicas ({share.num_replicas}) "
+                "and split the data by rank, or use create_dataloader, which shards the data; a "
+                "stream can be sharded by helios.data.Stream."
+            )
         self.loader = loader
         self._share = share
-        self._run_seed = run_seed
-        self._purpose = purpose
+        self._begin = begin
         self._stateful = holder = _find_stateful(loader)
         self.resumes_by = CannotResume(_advise(loader)) if holder is None else ByOwnState(holder)
         self._listeners = _find_listeners(loader, sampler)
@@ -109,12 +105,14 @@ class ExternalSource(Source):
         self.release_state()
         for listener in self._listeners:
             listener.set_epoch(epoch)
-        position = Position(
-            run_seed=self._run_seed, purpose=self._purpose, epoch=epoch, batch=batch, sample=sample
+        loader, replica = self.loader, self._share.block.start
+        position = replace(self._begin, epoch=epoch, batch=batch, sample=sample, replica=replica)
+        is_of_helios = isinstance(loader, DataLoader) and isinstance(
+            loader.worker_init_fn, WorkerInit
         )
-        position = replace(position, replica=self._share.block.start)
-        if self._share.num_replicas > 1:
-            self._seed_workers(position)
+        if is_of_helios and self._share.num_replicas > 1:
+            # The workers of a stream, differently on each replica.
+            loader.generator.manual_seed(position.worker_key(replica))
         if self._length is not None:
             return _CountedBatches(self, position, self._length)
         return _ProbedBatches(self, position)
@@ -149,13 +147,14 @@ class ExternalSource(Source):
         self._stateful.load_state_dict(copy.deepcopy(state_dict["loader"]))
         self._end_state = [state_dict["loader"]] if state_dict.get("is_over") else []
 
-    def hold_state(self, state: dict[str, Any] | None) -> None:
-        """Use a state that was read before the next batch was fetched ahead."""
-        self._held_state = state
+    def hold_state(self, state: dict[str, Any] | None, *, is_over: bool = False) -> None:
+        """Use a state that was read before the next batch was fetched ahead.
 
-    def note_end(self, *, is_over: bool) -> None:
-        """Record whether the batch of the held state is the last one of its pass."""
-        self._is_over = is_over
+        Args:
+            state: the state.
+            is_over: whether the batch before it is the last one of its pass.
+        """
+        self._held_state, self._is_over = state, is_over
 
     def release_state(self) -> None:
         """Use the loader's current state again instead of the held one."""
@@ -178,12 +177,6 @@ class ExternalSource(Source):
     def read_state(self) -> dict[str, Any] | None:
         """Return a copy of the loader's current state."""
         return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
-
-    def _seed_workers(self, position: Position) -> None:
-        """Seed the workers of a stream from ``create_dataloader`` differently on each replica."""
-        loader = self.loader
-        if isinstance(loader, DataLoader) and isinstance(loader.worker_init_fn, WorkerInit):
-            loader.generator.manual_seed(position.worker_key(position.replica))
 
     def close(self) -> None:
         """End persistent workers."""
@@ -213,17 +206,6 @@ def _advise(loader: Any) -> str:
         f"the {kind} state_dict and load_state_dict, with num_workers=0, or return a "
         "torchdata.stateful_dataloader.StatefulDataLoader from train_dataloader()."
     )
-
-
-def _check_lone(loader: Any, share: Shard) -> None:
-    if len(share.block) != 1:
-        raise ArgumentError(
-            f"A {type(loader).__name__} that create_dataloader did not create from a map-style "
-            "data set must be the loader of one replica, but this process runs replicas "
-            f"{list(share.block)}. Start as many processes as replicas ({share.num_replicas}) and "
-            "split the data by rank, or use create_dataloader, which shards the data; a stream can "
-            "be sharded by helios.data.Stream."
-        )
 
 
 def _find_listeners(loader: Any, sampler: Any) -> list[HasEpoch]:
@@ -331,9 +313,8 @@ class _ProbedBatches(_ForeignBatches):
             raise StopIteration
         state = self._source.read_state()
         self._following = self._fetch()
-        self._source.hold_state(state)
         self.is_last = self._following is _END
-        self._source.note_end(is_over=self.is_last)
+        self._source.hold_state(state, is_over=self.is_last)
         return [batch]
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, final
 
 import numpy as np
@@ -28,7 +29,6 @@ from helios.data.sharding_plan import (
     make_sharding_plan,
 )
 from helios.data.source import (
-    LONE,
     NO_BATCH,
     BatchIterator,
     ByPosition,
@@ -38,6 +38,7 @@ from helios.data.source import (
     pin,
     run_on_one_thread,
 )
+from helios.data.workers import end_workers
 from helios.storage.content_hash import Content, read_sums
 
 _INT = frozenset((int,))
@@ -49,42 +50,28 @@ class KeyedSource(Source):
 
     Args:
         loader: the loader.
-        run_seed: seed of the run.
-        purpose: name of the random streams of fetching.
+        begin: has the seed of the run, and the name of the random streams of fetching.
         share: the part of this process.
     """
 
     loader: KeyedLoader
     num_alone = 16
 
-    def __init__(
-        self,
-        loader: KeyedLoader,
-        run_seed: int,
-        purpose: str,
-        share: Shard = LONE,
-    ) -> None:
+    def __init__(self, loader: KeyedLoader, begin: Position, share: Shard) -> None:
         super().__init__()
         self.loader = loader
-        self._run_seed = run_seed
-        self._purpose = purpose
+        self._begin = begin
         self._deal = make_sharding_plan(loader, share)
         self._deal.skipped = self._skipped
         self.resumes_by = ByPosition(is_split_by_rank=self._deal.is_own)
-        self._description = self._find_description()
         self._pass_length: int | None = None
-
-    def _describe(self) -> dict[str, Any]:
-        return self._description
-
-    def _find_description(self) -> dict[str, Any]:
-        loader, deal = self.loader, self._deal
-        params, dataset = loader.params, loader.keyed_dataset.dataset
+        params, dataset, deal = loader.params, loader.keyed_dataset.dataset, self._deal
         is_listed = params.batch_sampler is not None
-        is_shared = deal.share.num_replicas > 1
+        is_shared = share.num_replicas > 1
         shared = {"is_distributed": deal.is_split or deal.is_own} if is_shared else {}
         mixed = {"mixture": dataset.describe()} if isinstance(dataset, Mixture) else {}
-        return {
+        # As of now: a data set may grow.
+        self._description: dict[str, Any] = {
             **shared,
             **mixed,
             "length": length_of(dataset),
@@ -97,6 +84,9 @@ class KeyedSource(Source):
             "fingerprint": find_fingerprint(dataset),
             "num_workers": params.num_workers,
         }
+
+    def _describe(self) -> dict[str, Any]:
+        return self._description
 
     @property
     def length(self) -> int | None:
@@ -132,7 +122,8 @@ class KeyedSource(Source):
     def _find_indices(self, epoch: int, batch: int, sample: int) -> list[Any] | None:
         """Compute the indices; unknown if a user's sampler has a state or splits the data."""
         position = self._place(epoch, batch, sample)
-        return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
+        hands = self._deal.hands_at(position, self.loader.keyed_dataset.dataset)
+        return hands if hands is None or self._deal.is_flat else [*chain.from_iterable(hands)]
 
     def fetch_again(
         self, epoch: int, batch: int, times: int = 1
@@ -161,9 +152,7 @@ class KeyedSource(Source):
         return not self._deal.is_own
 
     def _place(self, epoch: int, batch: int, sample: int) -> Position:
-        return Position(
-            run_seed=self._run_seed, purpose=self._purpose, epoch=epoch, batch=batch, sample=sample
-        )
+        return replace(self._begin, epoch=epoch, batch=batch, sample=sample)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a user's sampler's state at the start of the epoch; empty if it has none."""
@@ -175,7 +164,7 @@ class KeyedSource(Source):
 
     def close(self) -> None:
         """End persistent workers."""
-        self.loader.end_workers()
+        end_workers(self.loader)
 
 
 def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:

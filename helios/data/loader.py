@@ -38,7 +38,7 @@ from helios.data.samplers import (
 )
 from helios.data.source import run_on_one_thread
 from helios.data.stream import Stream, StreamLoader
-from helios.data.workers import Parcel, WorkerInit, WorkerItems, end_workers
+from helios.data.workers import Parcel, WorkerInit, WorkerItems
 from helios.errors import ArgumentError
 from helios.storage.content_hash import Content, read_safely
 
@@ -347,10 +347,6 @@ class KeyedLoader(DataLoader[Any]):
         finally:
             self.batches.seek(None)
             self.collate_fn = collate
-
-    def end_workers(self) -> None:
-        """End persistent workers; the next iteration starts new ones."""
-        end_workers(self)
 
 
 def create_dataloader(

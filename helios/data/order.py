@@ -15,7 +15,7 @@ import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from types import ModuleType
@@ -110,19 +110,16 @@ class Order(ABC):
     yields_batches: bool = False
 
     @abstractmethod
-    def blocks(self, position: Position) -> Iterator[list[Any]]:
-        """Iterate over the items from a position, in lists of any length."""
-
-    @abstractmethod
     def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
-        """Like :meth:`blocks`, with the first items of the whole pass, for padding.
+        """Return the items from a position, and the first ones of the whole pass, for padding.
 
         Args:
             position: where to start.
             count: maximum number of items in the head.
 
         Returns:
-            The blocks, and the head; read the head after the blocks are exhausted.
+            The items, in lists of any length, and the head; read the head after the items are
+            exhausted.
         """
 
     @property
@@ -139,8 +136,13 @@ class Order(ABC):
         Returns:
             The copy; ``None`` if the sampler has a state, or if it cannot be copied.
         """
-        sampler = _copy_apart(self.sampler, dataset)
-        return None if sampler is None else self._with(sampler)
+        if type(self.sampler) in get_args(PositionalSampler):
+            return self._with(copy.copy(self.sampler))
+        try:
+            sampler = copy.deepcopy(self.sampler, {id(dataset): dataset})
+        except Exception:  # deepcopy of a user's object may raise anything
+            return None
+        return self._with(sampler)
 
     @property
     def has_state(self) -> bool:
@@ -195,14 +197,11 @@ class PositionalOrder(Order):
     def __init__(self, sampler: PositionalSampler) -> None:
         self.sampler = sampler
 
-    def blocks(self, position: Position) -> Iterator[list[int]]:
-        """Iterate over the samples from a position, without those before it."""
-        prepare(self.sampler, position)
-        return self._blocks_from(position.sample)
-
     def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
-        """Like :meth:`blocks`, with the first samples, which are computed when they are read."""
-        return self.blocks(position), _first(self._blocks_from, count)
+        """Return both, without the samples before them."""
+        prepare(self.sampler, position)
+        blocks = self._blocks_from(position.sample)
+        return blocks, islice(chain.from_iterable(self._blocks_from(0)), count) if count else ()
 
     def _blocks_from(self, start: int) -> Iterator[list[int]]:
         return self.sampler.blocks(start)
@@ -224,21 +223,6 @@ class GlobalOrder(PositionalOrder):
 
     def _blocks_from(self, start: int) -> Iterator[list[int]]:
         return self.sampler.whole_blocks(start)
-
-
-def _first(blocks: Callable[[int], Iterator[list[Any]]], count: int) -> Iterable[Any]:
-    """Return the first items of an order, in the epoch that is current when they are read."""
-    return islice(chain.from_iterable(blocks(0)), count) if count else ()
-
-
-def _copy_apart(sampler: Any, dataset: Any) -> Any:
-    """Return a copy of a sampler that shares only the data set; ``None`` if it cannot be copied."""
-    if type(sampler) in get_args(PositionalSampler):
-        return copy.copy(sampler)
-    try:
-        return copy.deepcopy(sampler, {id(dataset): dataset})
-    except Exception:  # deepcopy of a user's object may raise anything
-        return None
 
 
 def prepare(sampler: Any, position: Position) -> None:
@@ -274,7 +258,7 @@ class ReplayedOrder(Order):
         return self._draw(position)
 
     def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
-        """Like :meth:`blocks`; the head is recorded in passing, as it cannot be drawn again."""
+        """Return both; the head is recorded in passing, as it cannot be drawn again."""
         if not count:
             return self.blocks(position), ()
         head: list[Any] = []
@@ -326,7 +310,8 @@ class ReplayedOrder(Order):
             return {}
         found = copy.deepcopy(self._epoch_state) or _as_of(0, self._stateful)
         if isinstance(self._stateful, OwnGenerators):
-            found["state"] = self._stateful.drawn_of(found["state"])
+            drawn = self._stateful.drawn
+            found["state"] = {path: part for path, part in found["state"].items() if path in drawn}
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -371,10 +356,12 @@ class ReplayedOrder(Order):
         stream = _PrivateStream(position.order_key())
         with stream, self._watching():
             items = self._open(position)
-        draw = self._draw_batches if self.yields_batches else self._draw_samples
+        size = _BATCHES_AT_ONCE if self.yields_batches else _INDICES_AT_ONCE
+        # Copied one by one, as a batch sampler may reuse the same list for its next batch.
+        copied = map(list, items) if self.yields_batches else items
         while True:
             with stream, self._watching():
-                block = draw(items)
+                block = [*islice(copied, size)]
             if not block:
                 return
             yield block
@@ -399,13 +386,6 @@ class ReplayedOrder(Order):
         skipped = position.batch if self.yields_batches else position.sample
         next(islice(items, skipped, skipped), None)
         return items
-
-    def _draw_samples(self, items: Iterator[Any]) -> list[Any]:
-        return list(islice(items, _INDICES_AT_ONCE))
-
-    def _draw_batches(self, items: Iterator[Any]) -> list[Any]:
-        # Copied one by one, as a batch sampler may reuse the same list for its next batch.
-        return [list(item) for item in islice(items, _BATCHES_AT_ONCE)]
 
 
 def _as_of(epoch: int, sampler: Stateful) -> dict[str, Any]:
@@ -510,10 +490,6 @@ class OwnGenerators:
             for path, part in self.generators.items()
             if path not in self.drawn
         }
-
-    def drawn_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of a state that belongs to generators that were drawn from."""
-        return {path: part for path, part in state.items() if path in self.drawn}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each generator, by path."""

@@ -76,7 +76,13 @@ class Packed(Dataset[list[Piece]]):
                 f"Packed(block=...) must be a positive int, got {block!r}. Pass the maximum "
                 "number of tokens of a pack."
             )
-        sizes = _check_lengths(lengths)
+        sizes: _Ints = np.asarray(lengths)
+        if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or not sizes.any() or sizes.min() < 0:
+            raise ArgumentError(
+                "Packed(lengths=...) must be integers of at least 0, one for each sample, with at "
+                f"least one token, got {lengths!r}."
+            )
+        sizes = sizes.astype(np.int64, copy=False)
         self.block = block
         self.fingerprint = _hash(sizes, block, is_whole=is_whole)
         self._plan = _plan(sizes, block) if is_whole else None
@@ -123,16 +129,6 @@ class _Plan(NamedTuple):
         """Return the pieces of a pack."""
         first, end = self.firsts[number : number + 2].tolist()
         return (Piece(*piece) for piece in self.pieces[first:end].tolist())
-
-
-def _check_lengths(lengths: Any) -> _Ints:
-    sizes = np.asarray(lengths)
-    if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or not sizes.any() or sizes.min() < 0:
-        raise ArgumentError(
-            "Packed(lengths=...) must be integers of at least 0, one for each sample, with at "
-            f"least one token, got {lengths!r}."
-        )
-    return sizes.astype(np.int64, copy=False)
 
 
 def _hash(sizes: _Ints, block: int, *, is_whole: bool) -> str:

@@ -14,13 +14,10 @@ from helios.data.samplers import ResumableSamplerType
 from helios.errors import ArgumentError, ArgumentTypeError
 
 _LOGGER = logging.getLogger(__name__)
-_WORKER_OPTIONS: dict[str, Any] = {
-    "persistent_workers": False,
-    "prefetch_factor": None,
-    "multiprocessing_context": None,
-    "worker_init_fn": None,
-    "worker_timeout": 300.0,
-}
+_OF_WORKERS = (
+    *("persistent_workers", "prefetch_factor", "multiprocessing_context", "worker_init_fn"),
+    "worker_timeout",
+)
 
 
 def _is_int(value: Any, *, least: float = -math.inf) -> bool:
@@ -119,13 +116,6 @@ class DataLoaderParams:
                     raise ArgumentError(
                         f"DataLoaderParams({name}=...) must be {rule}, got {value!r}."
                     )
-        self._check_order()
-
-    def without_workers(self) -> DataLoaderParams:
-        """Return a copy that fetches in the training process."""
-        return dataclasses.replace(self, num_workers=0, **_WORKER_OPTIONS)
-
-    def _check_order(self) -> None:
         if self.sampler is not None and not isinstance(self.sampler, ResumableSamplerType):
             raise ArgumentTypeError(
                 "DataLoaderParams(sampler=...) must derive from ResumableSampler or "
@@ -138,10 +128,14 @@ class DataLoaderParams:
                 "DataLoaderParams(shuffle=True) has no effect together with a sampler, which "
                 "determines the order."
             )
-        if self.batch_sampler is None:
-            return
-        if self.batch_size != 1 or self.shuffle or self.drop_last or self.sampler is not None:
+        is_ordered = self.shuffle or self.drop_last or self.sampler is not None
+        if self.batch_sampler is not None and (is_ordered or self.batch_size != 1):
             raise ArgumentError(
                 "DataLoaderParams(batch_sampler=...) cannot be combined with batch_size, shuffle, "
                 "sampler or drop_last, because the batch sampler determines all of these."
             )
+
+    def without_workers(self) -> DataLoaderParams:
+        """Return a copy that fetches in the training process."""
+        options: dict[str, Any] = {name: getattr(DataLoaderParams, name) for name in _OF_WORKERS}
+        return dataclasses.replace(self, num_workers=0, **options)

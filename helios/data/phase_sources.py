@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from helios.data.external_loader import ExternalSource
 from helios.data.keyed_source import KeyedSource
 from helios.data.loader import KeyedLoader
+from helios.data.order import Position
 from helios.data.source import LONE, Shard, Source
 from helios.data.steps import Steps, StepsSource
 from helios.data.stream import StreamLoader, StreamSource
@@ -85,13 +86,14 @@ def open_source(
     Raises:
         ArgumentError: if the replicas of the run cannot share the loader or sampler.
     """
+    begin = Position(run_seed, purpose)
     if isinstance(loader, Steps):
         return StepsSource(loader, share)
     if isinstance(loader, StreamLoader):
-        return StreamSource(loader, run_seed, purpose, share)
+        return StreamSource(loader, begin, share)
     if isinstance(loader, KeyedLoader):
-        return KeyedSource(loader, run_seed, purpose, share)
-    return ExternalSource(loader, sampler, run_seed=run_seed, purpose=purpose, share=share)
+        return KeyedSource(loader, begin, share)
+    return ExternalSource(loader, sampler, begin, share)
 
 
 def _entries(found: Any, what: str) -> list[tuple[str, Any, Any]]:

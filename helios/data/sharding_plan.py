@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple, final
 
 from torch.utils.data import BatchSampler, DistributedSampler
@@ -180,15 +179,6 @@ class ShardingPlan:
     def first_sample(self, batch: int) -> int:
         """Return the position of the first sample of an iteration."""
         return batch * self._size * self.share.num_replicas
-
-    def indices_at(self, position: Position, dataset: Any) -> list[Any] | None:
-        """Return the indices of one iteration for all V replicas, replica by replica.
-
-        Returns:
-            The indices; ``None`` as for :meth:`hands_at`.
-        """
-        hands = self.hands_at(position, dataset)
-        return hands if hands is None or self.is_flat else list(chain.from_iterable(hands))
 
     def hands_at(self, position: Position, dataset: Any) -> list[Any] | None:
         """Return the indices of one iteration for each of the V replicas.

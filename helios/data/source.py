@@ -7,18 +7,22 @@ process fetches a batch.
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch.utils.data import DataLoader
 
 from helios.core.utils import Stateful
+from helios.counters import TrainingUnit
 from helios.data.workers import WorkersLost
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, UsageError, WorkerError
+from helios.schedule import Schedule
 from helios.storage.content_hash import Content, Sums
 
 _LOGGER = logging.getLogger(__name__)
@@ -388,10 +392,7 @@ class Source(ABC):
             reads_content: whether to read the content of each batch where it is fetched, if
                 possible.
         """
-
-        def start(batch: int, sample: int) -> BatchIterator:
-            return self._start(epoch, batch, sample, reads_content=reads_content)
-
+        start = partial(self._start, epoch, reads_content=reads_content)
         if self.description.get("num_workers"):
             batches: BatchIterator = _HealedBatches(self, start, (epoch, batch, sample))
         else:
@@ -544,11 +545,51 @@ class Source(ABC):
         """The epochs of which batches are skipped."""
         return [epoch for epoch in self._skipped if self.count_skipped(epoch)]
 
-    @abstractmethod
+    @final
+    def count_steps_per_epoch(self, schedule: Schedule, *, is_manual: bool = False) -> int | None:
+        """Return the optimizer steps of an epoch; ``None`` if unknown, or if epochs differ.
+
+        Args:
+            schedule: the options of the run, before which this is known.
+            is_manual: whether the model steps its optimizers itself, once for each batch.
+        """
+        length = self.num_batches() if self.ends_together else None
+        if length is None or self.skipping_epochs:
+            return None
+        if schedule.unit is TrainingUnit.EPOCH:
+            return _count_windows(schedule, length, is_manual=is_manual)
+        # Windows go on in the next epoch.
+        steps, rest = divmod(length, schedule.accumulation_steps)
+        return None if rest else steps
+
+    @final
+    def count_steps(self, schedule: Schedule, *, is_manual: bool = False) -> int | None:
+        """Return the optimizer steps of the whole run; ``None`` if unknown, or without a limit.
+
+        Args:
+            schedule: the options of the run, before which this is known.
+            is_manual: as in :meth:`count_steps_per_epoch`.
+        """
+        if math.isinf(schedule.total_steps):
+            return None
+        total = int(schedule.total_steps)
+        if schedule.unit is TrainingUnit.ITERATION:
+            return total
+        length = self.num_batches() if self.ends_together else None
+        if length is None:
+            return None
+        steps = total * _count_windows(schedule, length, is_manual=is_manual)
+        for epoch in self.skipping_epochs:
+            if epoch < total:
+                left = length - self.count_skipped(epoch)
+                steps -= _count_windows(schedule, length, is_manual=is_manual)
+                steps += _count_windows(schedule, left, is_manual=is_manual)
+        return steps if schedule.max_steps is None else min(steps, schedule.max_steps)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resume needs besides the position; often empty."""
+        return {}
 
-    @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned.
 
@@ -556,9 +597,13 @@ class Source(ABC):
             StateError: if the state is missing, or if it cannot be loaded.
         """
 
-    @abstractmethod
     def close(self) -> None:
         """End persistent workers; may be called again."""
+
+
+def _count_windows(schedule: Schedule, length: int, *, is_manual: bool) -> int:
+    """Return the windows of an epoch, by epochs: the last one ends with it."""
+    return -(-length // (1 if is_manual else schedule.accumulation_steps))
 
 
 def make_cut_error(batch: int) -> UsageError:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any, final
 
-from helios.data.source import LONE, BatchIterator, Shard, Source
+from helios.data.source import BatchIterator, Shard, Source
 from helios.errors import ArgumentError
 
 ENDLESS = "endless"
@@ -61,7 +61,7 @@ class StepsSource(Source):
 
     loader: Steps
 
-    def __init__(self, steps: Steps, share: Shard = LONE) -> None:
+    def __init__(self, steps: Steps, share: Shard) -> None:
         if not share.pads:
             raise ArgumentError(
                 "Steps must be training data, but an evaluation uses it. Evaluate on a map-style "
@@ -89,16 +89,6 @@ class StepsSource(Source):
     @property
     def _can_skip(self) -> bool:
         return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the position is the whole state."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 @final

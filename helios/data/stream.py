@@ -32,7 +32,6 @@ from helios.data.order import Position
 from helios.data.params import DataLoaderParams
 from helios.data.samplers import HasEpoch
 from helios.data.source import (
-    LONE,
     NO_BATCH,
     BatchIterator,
     Shard,
@@ -283,8 +282,7 @@ class StreamSource(Source):
 
     Args:
         loader: the loader.
-        run_seed: seed of the run.
-        purpose: name of the random streams of fetching.
+        begin: has the seed of the run, and the name of the random streams of fetching.
         share: the part of this process.
 
     Attributes:
@@ -293,18 +291,12 @@ class StreamSource(Source):
 
     loader: StreamLoader
 
-    def __init__(
-        self,
-        loader: StreamLoader,
-        run_seed: int,
-        purpose: str,
-        share: Shard = LONE,
-    ) -> None:
+    def __init__(self, loader: StreamLoader, begin: Position, share: Shard) -> None:
         super().__init__()
         self.loader = loader
         self.share = share
         self.uses_state = False
-        self._position = Position(run_seed=run_seed, purpose=purpose)
+        self._begin = begin
         self._states: dict[int, Any] = {}
         self._pass: _StreamBatches | None = None
 
@@ -330,7 +322,7 @@ class StreamSource(Source):
         The result is empty if they have none.
         """
         stream, share = self.loader.stream, self.share
-        with rng.stream(self._position.order_key()):
+        with rng.stream(self._begin.order_key()):
             part = stream.open(share.block.start, share.num_replicas, 0)
         return type(part).__qualname__ if isinstance(part, Stateful) else ""
 
@@ -344,8 +336,7 @@ class StreamSource(Source):
         params = self.loader.params.without_workers()
         loader = StreamLoader(self.loader.stream, params, {})
         share = replace(self.share, block=self.share.block[:1])
-        position = self._position
-        source = StreamSource(loader, position.run_seed, position.purpose, share)
+        source = StreamSource(loader, self._begin, share)
         source.uses_state = True
         return source
 
@@ -360,7 +351,7 @@ class StreamSource(Source):
             batch_size=params.batch_size,
             drop_last=params.drop_last,
             collate=collate,
-            position=replace(self._position, epoch=epoch, batch=batch, sample=sample),
+            position=replace(self._begin, epoch=epoch, batch=batch, sample=sample),
             states=states,
             keeps_state=self.uses_state,
         )
@@ -411,9 +402,6 @@ class StreamSource(Source):
         self.uses_state = self.holds_states(state_dict)
         parts = state_dict[_PARTS] if self.uses_state else {}
         self._states = {int(replica): state for replica, state in parts.items()}
-
-    def close(self) -> None:
-        """Do nothing: workers end with their pass."""
 
 
 @final

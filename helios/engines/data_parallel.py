@@ -33,7 +33,13 @@ def wrap(
     module = module.to(device)
     if not is_dist_active() or is_wrapped(module):
         return module
-    _check_replicas(replicas)
+    count = dist.get_world_size()
+    if replicas.num_replicas not in (1, count):
+        raise UsageError(
+            f"Engine.wrap(...) needs one process per replica, but num_replicas is "
+            f"{replicas.num_replicas} and the number of processes is {count}. Start one process "
+            "per replica, or return the loss from train_step."
+        )
     if sync_bn:
         if device.type == "cpu":
             raise UsageError(
@@ -48,16 +54,6 @@ def wrap(
         wrapped = DistributedDataParallel(module, device_ids=ids, **options)
         wrapped.register_comm_hook(make_reducer(), _add_along_tree)
     return wrapped
-
-
-def _check_replicas(replicas: Replicas) -> None:
-    count = dist.get_world_size()
-    if replicas.num_replicas not in (1, count):
-        raise UsageError(
-            f"Engine.wrap(...) needs one process per replica, but num_replicas is "
-            f"{replicas.num_replicas} and the number of processes is {count}. Start one process "
-            "per replica, or return the loss from train_step."
-        )
 
 
 def make_reducer() -> TreeReducer:

@@ -42,11 +42,6 @@ def select_gpus(
                 "Omit use_cpu to train on the available devices."
             )
         return list(range(count))
-    _check_gpu_ids(gpus, count, caller)
-    return list(gpus)
-
-
-def _check_gpu_ids(gpus: list[int], count: int, caller: str) -> None:
     is_list = isinstance(gpus, list) and all(type(gpu) is int for gpu in gpus)
     if not is_list or not gpus or len(set(gpus)) != len(gpus):
         raise ArgumentError(
@@ -59,6 +54,7 @@ def _check_gpu_ids(gpus: list[int], count: int, caller: str) -> None:
             f"{caller}(gpus=...) must name GPUs of this machine (it has {count}), got {gpus}. "
             "Pass ids below that, or omit gpus to train on the available devices."
         )
+    return list(gpus)
 
 
 def device_of_rank(gpus: list[int], local_rank: int) -> torch.device:

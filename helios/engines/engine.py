@@ -25,21 +25,11 @@ from helios.errors import ArgumentError, UsageError
 from helios.launch.launcher import Launch
 from helios.replicas.gradients import Gradients, WindowWeights, divide, make_gradients, norm_by_rows
 from helios.replicas.replicas import Replicas
-from helios.sharding.requirements import StepDraws
 
 
 def redefines(owner: object, base: type, name: str) -> bool:
     """Return whether a user has redefined a method, in a subclass or on an object."""
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
-
-
-def _check_limit(name: str, value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < math.inf):
-        raise ArgumentError(
-            f"Engine({name}=...) must be None or a positive number, got {value!r}. Pass None to "
-            "disable it."
-        )
 
 
 class Engine(StandaloneEngine):
@@ -113,7 +103,12 @@ class Engine(StandaloneEngine):
         self._precision = as_precision(precision)
         self._limits = {"clip_norm": clip_norm, "clip_value": clip_value}
         for name, value in self._limits.items():
-            _check_limit(name, value)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < math.inf):
+                raise ArgumentError(
+                    f"Engine({name}=...) must be None or a positive number, got {value!r}. Pass "
+                    "None to disable it."
+                )
         if clip_norm is not None and clip_value is not None:
             raise ArgumentError(
                 f"Engine(clip_value=...) must be None if clip_norm is set, got {clip_value!r}. "
@@ -320,10 +315,6 @@ class Engine(StandaloneEngine):
                 return False
         optimizer.step()
         return True
-
-    def _find_draws(self) -> StepDraws | None:
-        """Return what looks for random numbers in updates, if models are sharded."""
-        return StepDraws() if self._replicas.is_sharded else None
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Set the gradients to None."""

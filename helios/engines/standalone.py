@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -152,7 +152,29 @@ class StandaloneEngine:
             ArgumentError: if the mode is unknown, or missing with several processes.
             UsageError: if shapes or types differ in a sum or mean.
         """
-        return _sync_tensor(tensor, mode)
+        if mode not in (*_MODES, None):
+            raise ArgumentError(
+                f'sync_tensor(mode=...) must be "sum", "mean" or "all", got {mode!r}. Use one of '
+                "them."
+            )
+        if not is_dist_active():
+            return tensor
+        if mode is None:
+            raise ArgumentError(
+                'sync_tensor(mode=...) must be "sum", "mean" or "all" with several processes, got '
+                "None. Pass one of them."
+            )
+        if mode == "all":
+            found = _gather_objects("sync_tensor", tensor.detach().cpu())
+            return [each.to(tensor.device) for each in found]
+        kinds = _gather_objects("sync_tensor", (tensor.dtype, tuple(tensor.shape)))
+        if len(set(kinds)) > 1:
+            raise UsageError(
+                f'sync_tensor(mode="{mode}") must get tensors of one type and shape on all '
+                f'processes, got {kinds}. Use mode="all" for shapes that differ.'
+            )
+        total = _add_over_processes(tensor)
+        return total if mode == "sum" else total / len(kinds)
 
     def sync_metrics(self, metrics: Mapping[str, Any], weight: float = 1) -> Mapping[str, Any]:
         """Return the weighted mean of each metric over all processes; a collective call.
@@ -178,13 +200,28 @@ class StandaloneEngine:
         """Wait until all processes have reached this call. Returns at once outside of a group."""
         safe_barrier()
 
-    def ddp_sync_run(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def ddp_sync_run(self) -> Iterator[None]:
         """Return a context whose block runs on rank 0 first, then on all others.
 
         Use it for downloads on rank 0 that other ranks read. If the block fails on one process,
         that process raises its error and all others a ``RankError`` that names it.
         """
-        return _first_rank_first("ddp_sync_run")
+        if not is_dist_active():
+            yield
+            return
+        name, is_first = "ddp_sync_run", dist.get_rank() == 0
+        if not is_first:
+            _expect_success(name, _gather_objects(name, ""))
+        try:
+            yield
+        except BaseException as error:
+            if not has_failed():
+                _gather_objects(name, f"{type(error).__name__}: {error}")
+            raise
+        if is_first:
+            _gather_objects(name, "")
+        _expect_success(name, _gather_objects(name, ""))
 
     def spawn(self, function: Callable[..., Any], *args: Any, num_processes: int = 1) -> list[Any]:
         """Run ``function(rank, *args)`` in processes that form a group, and return the results.
@@ -217,8 +254,24 @@ class StandaloneEngine:
             ArgumentError: if only one of ``rank`` and ``world_size`` is given.
             UsageError: if there is neither ``meeting`` nor a launcher.
         """
-        self.device, has_joined = _join_process_group(self.device, rank, world_size, meeting)
-        self._has_joined |= has_joined
+        launch = Launch.read()
+        info = _find_place(launch, rank, world_size)
+        if self.device.type == "cuda":
+            self.device = _choose_gpu(self.device, launch, info)
+            torch.cuda.set_device(self.device)
+        if is_dist_active() or (rank is None and info.world_size == 1):
+            return
+        meeting = meeting or launch.meeting
+        if info.world_size > 1 and not meeting:
+            raise UsageError(
+                f"Engine.setup_process(world_size={info.world_size}) must know where the processes "
+                'meet. Pass e.g. meeting="file:///tmp/run-17" of a file that does not exist yet, '
+                "start the script with torchrun, or let Engine.spawn start the processes."
+            )
+        gpu = self.device if self.device.type == "cuda" else None
+        backend = "gloo" if gpu is None else "nccl"
+        join_group(info, backend=backend, meeting=meeting, device=gpu)
+        self._has_joined = True
 
     def cleanup_process(self, *, is_failing: bool = False) -> None:
         """Leave the group that :meth:`setup_process` has joined, if any.
@@ -276,7 +329,12 @@ class StandaloneEngine:
         Raises:
             ArgumentError: if the model is neither a module nor a dict of modules.
         """
-        bare, model = _build_model(model_fn, lambda module: self.wrap(module, sync_bn=sync_bn))
+        bare: Any = None if model_fn is None else model_fn()
+        model = bare
+        if isinstance(bare, dict):
+            model = {name: self.wrap(part, sync_bn=sync_bn) for name, part in bare.items()}
+        elif model_fn is not None:
+            model = self.wrap(bare, sync_bn=sync_bn)
         criterion = None if criterion_fn is None else self.sync_device(criterion_fn())
         optimizer = None if optimizer_fn is None else optimizer_fn(bare)
         scheduler = None if scheduler_fn is None else scheduler_fn(optimizer)
@@ -393,34 +451,6 @@ class StandaloneEngine:
         return codec.read(as_local_path("load_checkpoint(path=...)", path))
 
 
-def _join_process_group(
-    device: torch.device, rank: int | None, world_size: int | None, meeting: str
-) -> tuple[torch.device, bool]:
-    """Join the process group, if there is one to join; see ``Engine.setup_process``.
-
-    Returns:
-        The device of this process, and whether it has joined.
-    """
-    launch = Launch.read()
-    info = _find_place(launch, rank, world_size)
-    if device.type == "cuda":
-        device = _choose_gpu(device, launch, info)
-        torch.cuda.set_device(device)
-    if is_dist_active() or (rank is None and info.world_size == 1):
-        return device, False
-    meeting = meeting or launch.meeting
-    if info.world_size > 1 and not meeting:
-        raise UsageError(
-            f"Engine.setup_process(world_size={info.world_size}) must know where the processes "
-            'meet. Pass e.g. meeting="file:///tmp/run-17" of a file that does not exist yet, start '
-            "the script with torchrun, or let Engine.spawn start the processes."
-        )
-    is_gpu = device.type == "cuda"
-    backend = "nccl" if is_gpu else "gloo"
-    join_group(info, backend=backend, meeting=meeting, device=device if is_gpu else None)
-    return device, True
-
-
 def _find_place(launch: Launch, rank: int | None, world_size: int | None) -> DistributedInfo:
     if rank is None and world_size is None:
         return launch.info
@@ -449,16 +479,6 @@ def _choose_gpu(device: torch.device, launch: Launch, info: DistributedInfo) -> 
     return torch.device("cuda", torch.cuda.current_device() if is_chosen else info.local_rank)
 
 
-def _build_model(make: Maker, prepare: Callable[[nn.Module], nn.Module]) -> tuple[Any, Any]:
-    """Return a model, or a dict of models, as it was built, and prepared for training."""
-    if make is None:
-        return None, None
-    made = make()
-    if isinstance(made, dict):
-        return made, {name: prepare(member) for name, member in made.items()}
-    return made, prepare(made)
-
-
 def _flatten(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the key of each state and the object that has it."""
     for name, part in parts.items():
@@ -476,32 +496,6 @@ def _load_state(part: Any, state: dict[str, Any]) -> None:
     bare = names.strip(state)
     present = {names.of(name): name for name in part.state_dict()}
     part.load_state_dict({present.get(name, name): value for name, value in bare.items()})
-
-
-def _sync_tensor(tensor: Tensor, mode: str | None) -> Any:
-    """Return a tensor's sum, mean or values over all processes; see ``Engine.sync_tensor``."""
-    if mode not in (*_MODES, None):
-        raise ArgumentError(
-            f'sync_tensor(mode=...) must be "sum", "mean" or "all", got {mode!r}. Use one of them.'
-        )
-    if not is_dist_active():
-        return tensor
-    if mode is None:
-        raise ArgumentError(
-            'sync_tensor(mode=...) must be "sum", "mean" or "all" with several processes, got '
-            "None. Pass one of them."
-        )
-    if mode == "all":
-        found = _gather_objects("sync_tensor", tensor.detach().cpu())
-        return [each.to(tensor.device) for each in found]
-    kinds = _gather_objects("sync_tensor", (tensor.dtype, tuple(tensor.shape)))
-    if len(set(kinds)) > 1:
-        raise UsageError(
-            f'sync_tensor(mode="{mode}") must get tensors of one type and shape on all processes, '
-            f'got {kinds}. Use mode="all" for shapes that differ.'
-        )
-    total = _add_over_processes(tensor)
-    return total if mode == "sum" else total / len(kinds)
 
 
 def _add_over_processes(tensor: Tensor) -> Tensor:
@@ -527,33 +521,6 @@ def _gather_objects(name: str, value: Any) -> list[Any]:
     with collective(name):
         dist.all_gather_object(found, value, group=None if known is None else known.control)
     return found
-
-
-@contextmanager
-def _first_rank_first(name: str) -> Iterator[None]:
-    """Run a block on rank 0, then on all others; all processes leave it together.
-
-    Args:
-        name: the caller, for messages.
-
-    Raises:
-        RankError: on the other processes if the block fails on one (a ``RuntimeError``).
-    """
-    if not is_dist_active():
-        yield
-        return
-    is_first = dist.get_rank() == 0
-    if not is_first:
-        _expect_success(name, _gather_objects(name, ""))
-    try:
-        yield
-    except BaseException as error:
-        if not has_failed():
-            _gather_objects(name, f"{type(error).__name__}: {error}")
-        raise
-    if is_first:
-        _gather_objects(name, "")
-    _expect_success(name, _gather_objects(name, ""))
 
 
 def _expect_success(name: str, texts: list[str]) -> None:

@@ -24,7 +24,7 @@ from typing_extensions import TypeVar
 from helios.core.loss_means import as_number
 from helios.core.utils import Stateful
 from helios.counters import Cursor, Phase, TrainingState, TrainingUnit
-from helios.data.horizon import count_steps, count_steps_per_epoch
+from helios.data.source import Source
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, ReadOnlyError, UsageError
@@ -382,7 +382,7 @@ class Context(Generic[RunModel]):
 
         Also in ``setup`` of the model: for a learning rate over the whole run.
         """
-        return self._count(count_steps)
+        return self._count(Source.count_steps)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -390,14 +390,14 @@ class Context(Generic[RunModel]):
 
         Also in ``setup`` of the model.
         """
-        return self._count(count_steps_per_epoch)
+        return self._count(Source.count_steps_per_epoch)
 
     def _count(self, count: Callable[..., int | None]) -> int | None:
         parts, sources = self._parts, self._parts.sources.get(Phase.TRAINING)
         if parts.schedulers is None or not sources:
             # An evaluation.
             return None
-        return count(parts.schedule, sources[0], is_manual=bool(self._run.is_manual))
+        return count(sources[0], parts.schedule, is_manual=bool(self._run.is_manual))
 
     @property
     def dataloader(self) -> DataLoader[Any] | None:

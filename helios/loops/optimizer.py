@@ -28,6 +28,7 @@ from helios.model.processor import Processed
 from helios.run_parts import RunParts
 from helios.run_state import Place
 from helios.sharding.repeated_steps import without_trace
+from helios.sharding.requirements import StepDraws
 from helios.state.steps import ReplicaWatch
 
 _LOGGER = logging.getLogger(__name__)
@@ -635,7 +636,7 @@ class Updates:
         schedulers = parts.schedulers
         self._schedulers = None if schedulers is None or schedulers.is_empty else schedulers
         self._agree_on_skip = parts.agreement.agree_on_skip
-        self._draws = parts.engine._find_draws()
+        self._draws = StepDraws() if parts.replicas.is_sharded else None
         self._step = self._engine.optimizer_step if self._draws is None else self._step_undrawn
         self._step_started = parts.hooks.find("on_optimizer_step_start")
         self._before_zero_grad = parts.hooks.find("on_before_zero_grad")

@@ -53,7 +53,7 @@ class BatchProcessor(ABC):
     ) -> None:
         self._need_backward = need_backward
         self._is_evaluating = False
-        self._transforms = _as_list(transforms)
+        self._transforms = [transforms] if callable(transforms) else list(transforms or ())
 
     @final
     def _check(self) -> None:
@@ -173,9 +173,3 @@ class _FunctionProcessor(BatchProcessor):
     def forward(self, model: Model, batch: Any) -> tuple[Any, Tensor | None]:
         """Call the function."""
         return self._function(model, batch)
-
-
-def _as_list(transforms: Transform | Sequence[Transform] | None) -> list[Transform]:
-    if transforms is None:
-        return []
-    return [transforms] if callable(transforms) else list(transforms)

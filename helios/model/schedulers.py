@@ -112,16 +112,6 @@ class Schedulers:
                 "Model.scheduler_interval must be a dict {scheduler: interval}, got "
                 f"{intervals!r}. Set it to {dict.fromkeys(self._schedulers, 'epoch')!r}."
             )
-        self._check_names(intervals)
-        self._intervals = {path: intervals.get(path, "step") for path in self._schedulers}
-        for path, interval in self._intervals.items():
-            self._check_interval(path, interval)
-        self._positions: dict[str, Any] = {}
-        self._moved: set[str] = set()
-        self._is_checked = False
-        self.remember()
-
-    def _check_names(self, intervals: Mapping[str, str]) -> None:
         unknown = sorted(set(intervals) - set(self._schedulers))
         if unknown:
             raise ArgumentError(
@@ -129,6 +119,13 @@ class Schedulers:
                 f"({sorted(self._schedulers)}), got {unknown}. Pass names of "
                 "attributes, or attribute.member for a scheduler in a list or dict."
             )
+        self._intervals = {path: intervals.get(path, "step") for path in self._schedulers}
+        for path, interval in self._intervals.items():
+            self._check_interval(path, interval)
+        self._positions: dict[str, Any] = {}
+        self._moved: set[str] = set()
+        self._is_checked = False
+        self.remember()
 
     def _check_interval(self, path: str, interval: str) -> None:
         is_metric = str(interval).startswith(_VALIDATION) and interval != _VALIDATION

@@ -442,18 +442,7 @@ def compare_fresh(run: Run, origin: Origin, declared: Declared) -> StartChanges:
         RunMismatchError: in all processes, if nothing is left to train, and values differ; and as
             :func:`refuse_unread_weights` does.
     """
-    loaded, is_over = origin.loaded, declared.is_over
-
-    def compare() -> StartChanges:
-        record = origin.record
-        if record is not None:
-            refuse_unread_weights(run, record)
-        found = _compare_fresh(run, record, is_over=is_over)
-        if loaded is not None and is_over and _shows_end(run, loaded.record):
-            _refuse_other_values(found.values, found.code, run.name, loaded.path)
-        return found
-
-    return run.replicas.on_first(compare)
+    return run.replicas.on_first(partial(_compare_fresh, run, origin, declared.is_over))
 
 
 def refuse_unread_weights(run: Run, record: Record) -> None:
@@ -487,15 +476,11 @@ def _shows_end(run: Run, record: Record) -> bool:
     return run.replay is None and not is_shortened(run.options, record.options)
 
 
-def _compare_fresh(run: Run, record: Record | None, *, is_over: bool) -> StartChanges:
-    """Compare what a start has made with what is known of the one that wrote its checkpoint.
-
-    Args:
-        run: the call.
-        record: the checkpoint; ``None`` for a new run.
-        is_over: whether nothing is left to train, so that nothing is taken.
-    """
-    fresh = run.fresh
+def _compare_fresh(run: Run, origin: Origin, is_over: bool) -> StartChanges:
+    """Compare in one process; if nothing is left to train, nothing is taken."""
+    record, fresh = origin.record, run.fresh
+    if record is not None:
+        refuse_unread_weights(run, record)
     before = {} if record is None else record.options.get(KEY, {})
     last = before.get("settings", {})
     # Other versions of a library have other settings, and nobody has changed anything. And a
@@ -513,6 +498,8 @@ def _compare_fresh(run: Run, record: Record | None, *, is_over: bool) -> StartCh
     code = [*_compare_code(before, fresh)]
     adopts = _OPTIMIZER in run.options.allow_changes and record is not None and not is_over
     kept = {} if adopts else {each.name: each.before for each in settings}
+    if origin.loaded is not None and is_over and _shows_end(run, origin.loaded.record):
+        _refuse_other_values([*settings, *values], code, run.name, origin.loaded.path)
     return StartChanges(
         {KEY: {**fresh, "kept": kept}},
         [*settings, *values],

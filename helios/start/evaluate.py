@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from helios.checkpoint.capture import Trained, apply_trained, choose_trained
+from helios.checkpoint.capture import apply_trained, choose_trained
 from helios.checkpoint.frozen import references_of
 from helios.checkpoint.loading import Loaded
+from helios.checkpoint.record import Record
 from helios.core.loss_means import as_numbers
 from helios.counters import Cursor, Phase, TrainingState
 from helios.engines.numerics import numerics
@@ -36,12 +37,11 @@ def evaluate(run: Run) -> Any:
     run.prepare_data()
     after_fit = run.trained
     loaded, reasons = (None, []) if run.is_as_it_is else find_chosen(run)
-    record = None if loaded is None else run.detach(loaded.record)
+    state = None
     if loaded is not None:
+        state = choose_trained(run.detach(loaded.record), run.replicas)
         _add_averages(run, loaded)
-    state = None if record is None else choose_trained(record, run.replicas)
-    if record is None and after_fit is not None:
-        record = after_fit.end
+    record = after_fit.end if state is None and after_fit is not None else state
     run.horizon = {} if record is None else record.options.get("horizon", {})
     run.settings.enter_context(
         numerics(
@@ -120,7 +120,7 @@ def _add_averages(run: Run, loaded: Loaded) -> None:
         )
 
 
-def _set_up_for(run: Run, state: Trained | None) -> Callable[[RunParts], None]:
+def _set_up_for(run: Run, state: Record | None) -> Callable[[RunParts], None]:
     """Set up what is evaluated; returns what gives it its state, once its objects are there."""
     if state is None and run.trained is not None:
         return _set_up_around(run, run.trained)

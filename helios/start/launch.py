@@ -14,7 +14,6 @@ from dataclasses import replace
 from queue import Queue
 from typing import Any
 
-from helios.checkpoint.capture import Trained
 from helios.checkpoint.file_names import list_checkpoints
 from helios.core.signal_watch import TRY_AGAIN, signal_name
 from helios.counters import Phase
@@ -167,14 +166,13 @@ def _run_in_ranks(run: Run, num_processes: int, num_replicas: int) -> Any:
     # A rank logs its error and emits on_exception.
     run.is_reported = True
     value, packed = _spawn(run, num_processes, num_replicas)
-    state: Trained
-    state, run.horizon = loads(packed)
+    trained, run.horizon, end = loads(packed)
     with _noting_assigned(run):
-        run.restore(state)
-    if run.phase is Phase.TRAINING and state.end is not None:
+        run.restore(trained)
+    if end is not None:
         is_interrupted = isinstance(value, Interrupted)
         obstacle = f"{num_processes} processes trained it"
-        run.leave("fit was interrupted" if is_interrupted else obstacle, state.end)
+        run.leave("fit was interrupted" if is_interrupted else obstacle, end)
     return value
 
 

@@ -21,7 +21,6 @@ from helios.findings import Finding, FindingKind, Findings, Level, level_of, lis
 from helios.loops.optimizer import SEPARATE_UPDATES
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
-from helios.start.options import Options
 
 if TYPE_CHECKING:
     from helios.start.run import Run
@@ -91,16 +90,13 @@ def find_reproducibility(
     stored = Findings() if record is None else record.findings
     findings = Findings(stored.of(FindingKind.MISSING))
     findings.extend(known)
-    return Reproducibility(level, text, findings, _find_requested(run.options, run.replicas))
-
-
-def _find_requested(options: Options, replicas: Replicas) -> Level:
-    """Return the level that several replicas, arithmetic that repeats, or checkpoints ask for."""
-    if not replicas.has_single_replica:
-        return Level.ELASTIC
-    if options.enable_deterministic:
-        return Level.RESTART
-    return Level.ORDER if options.can_save else Level.NONE
+    # What several replicas, arithmetic that repeats, or checkpoints ask for.
+    requested = Level.ORDER if run.options.can_save else Level.NONE
+    if not run.replicas.has_single_replica:
+        requested = Level.ELASTIC
+    elif run.options.enable_deterministic:
+        requested = Level.RESTART
+    return Reproducibility(level, text, findings, requested)
 
 
 def _find_level(run: Run, source: Source, bound: list[str]) -> tuple[Level, str]:
@@ -130,7 +126,8 @@ def find_compiled(model: Model) -> list[str]:
         f"{path}.{name}".rstrip(".")
         for path, network in model.discovery.modules().items()
         for name, module in network.named_modules()
-        if _is_compiled(module) and _is_of_inductor(module)
+        if (compiled_call(module) is not None or COMPILED in vars(module).get("_modules", {}))
+        and _is_of_inductor(module)
     ]
     places = (*reversed(type(model).__mro__), model)
     functions = {name: value for place in places for name, value in vars(place).items()}
@@ -141,10 +138,6 @@ def find_compiled(model: Model) -> list[str]:
         and _CONFIGURATION in vars(value)
         and _is_of_inductor(value)
     ]
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return compiled_call(module) is not None or COMPILED in vars(module).get("_modules", {})
 
 
 def _is_of_inductor(compiled: Any) -> bool:
@@ -162,7 +155,12 @@ def _find_bound(replicas: Replicas, model: Model, record: Record | None) -> Iter
         yield _MANUAL
     if isgeneratorfunction(model.train_step):
         yield SEPARATE_UPDATES
-    names = list(_find_sync_batch_norms(model))
+    names = [
+        f"{path}.{name}".rstrip(".")
+        for path, network in model.discovery.modules().items()
+        for name, module in network.named_modules()
+        if isinstance(module, nn.SyncBatchNorm)
+    ]
     if names:
         _check_one_each(replicas, f"SyncBatchNorm ({', '.join(names)})", "Use BatchNorm")
         yield f"SyncBatchNorm ({', '.join(names)}) sums in its own order"
@@ -177,13 +175,6 @@ def _check_one_each(replicas: Replicas, what: str, remedy: str) -> None:
             f"for {replicas.num_replicas} replicas. Start {replicas.num_replicas} processes, with "
             f"Trainer(nproc={replicas.num_replicas}) or torchrun. {remedy} to train on fewer."
         )
-
-
-def _find_sync_batch_norms(model: Model) -> Iterator[str]:
-    for path, network in model.discovery.modules().items():
-        for name, module in network.named_modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                yield f"{path}.{name}".rstrip(".")
 
 
 _LOGGER = logging.getLogger(__name__)

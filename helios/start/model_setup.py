@@ -20,7 +20,6 @@ from helios.backup import Backup
 from helios.checkpoint.frozen import FrozenWeights
 from helios.core import rng
 from helios.core.utils import version_of
-from helios.data.horizon import count_steps, count_steps_per_epoch
 from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -398,14 +397,14 @@ class SetupContext:
     @property
     def num_steps(self) -> int | None:
         """As :attr:`helios.Context.num_steps`; in an evaluation, as the checkpoint knows it."""
-        return self._count("num_steps", count_steps)
+        return self._count("num_steps", Source.count_steps)
 
     @property
     def steps_per_epoch(self) -> int | None:
         """As :attr:`helios.Context.steps_per_epoch`; in an evaluation, that of the checkpoint."""
-        return self._count("steps_per_epoch", count_steps_per_epoch)
+        return self._count("steps_per_epoch", Source.count_steps_per_epoch)
 
-    def _count(self, name: str, count: Callable[[Schedule, Source], int | None]) -> int | None:
+    def _count(self, name: str, count: Callable[[Source, Schedule], int | None]) -> int | None:
         states = rng.read_states()
         try:
             # Inside it, keyed initialization builds without values; data has values.
@@ -415,5 +414,5 @@ class SetupContext:
             # What setup draws next does not depend on who asks.
             rng.load_states(states)
         if source is not None:
-            self.horizon[name] = count(self._schedule, source)
+            self.horizon[name] = count(source, self._schedule)
         return self.horizon.get(name)

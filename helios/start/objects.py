@@ -82,7 +82,12 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
             "class that derives from helios.DataModule, whose setup() assigns self.train_dataset."
         )
     check_made(model)
-    _check_unscored(model.unscored)
+    names: object = model.unscored
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise ArgumentTypeError(
+            f"unscored of a model must be a tuple of names of scores, got {names!r}. Write e.g. "
+            'unscored = ("seconds",) with a comma.'
+        )
 
 
 def warn_of_unread_datasets(datamodule: DataModule) -> None:
@@ -97,14 +102,6 @@ def warn_of_unread_datasets(datamodule: DataModule) -> None:
                 name,
                 near,
             )
-
-
-def _check_unscored(names: object) -> None:
-    if isinstance(names, str) or not isinstance(names, Collection):
-        raise ArgumentTypeError(
-            f"unscored of a model must be a tuple of names of scores, got {names!r}. Write e.g. "
-            'unscored = ("seconds",) with a comma.'
-        )
 
 
 def check_training_source(source: Source, *, can_save: bool, is_by_epoch: bool) -> None:

@@ -518,10 +518,6 @@ class Options:
         """The seed of the run."""
         return get_default_seed() if self.random_seed is None else self.random_seed
 
-    def name_for(self, save_name: str) -> str:
-        """Return the name of a run that trains a model of this ``save_name``."""
-        return self.run_name or save_name
-
     @property
     def can_save(self) -> bool:
         """Whether checkpoints are written: both a folder and a frequency are set."""
@@ -531,11 +527,6 @@ class Options:
     def resume_path(self) -> Path | None:
         """The file to continue from; ``None`` for the run's newest checkpoint."""
         return self.resume if isinstance(self.resume, Path) else None
-
-    @property
-    def writes_ledger(self) -> bool:
-        """Whether checkpoints are written, and a ledger beside them."""
-        return self.can_save and self.ledger != "off"
 
     @property
     def uses_store(self) -> bool:

@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from helios.best import BestRule
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.record import Record
 from helios.checkpoint.retention import Ranking, rank_checkpoints, with_sidecar
@@ -193,14 +192,12 @@ class CheckpointChoice:
         path: this file; ``None`` for one in the run's folder.
         is_none: whether none is loaded.
         is_best: whether it is the best one, or else the newest.
-        rule: what decides which one is the best; ``None`` for what the run was trained with.
         is_required: whether it is an error if there is none.
     """
 
     path: Path | None = None
     is_none: bool = False
     is_best: bool = False
-    rule: BestRule | None = None
     is_required: bool = False
 
 
@@ -238,10 +235,7 @@ def choose_checkpoint(run: Run, asked: Choice, *, has_fitted: bool) -> Checkpoin
             f"checkpoint={asked!r} must be used with a folder of checkpoints, got "
             "none. Pass Trainer(chkpt_root=...), or the path of a file."
         )
-    if asked == "newest":
-        return CheckpointChoice(is_required=True)
-    rule = options.find_rule(run.plugins.values())
-    return CheckpointChoice(is_best=True, rule=rule, is_required=True)
+    return CheckpointChoice(is_best=asked == "best", is_required=True)
 
 
 _MAX_NAMES = 8
@@ -275,7 +269,7 @@ def require_present(run: Run) -> None:
                 f"{_list_runs(folder.path)} {_UNTRAINED}"
             )
         if choice.is_best:
-            _rank(folder, choice.rule, run.name)
+            _rank(folder, run)
 
 
 def find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
@@ -301,7 +295,7 @@ def find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
         return None, []
     folder.share = share
     if choice.is_best:
-        load_best = partial(_load_best, folder, choice.rule, run.name, safe_types)
+        load_best = partial(_load_best, folder, run, safe_types)
         return load_together(load_best, safe_types, team, share, pass_over=_refuse_damaged)
 
     def load_newest() -> tuple[Loaded | None, list[str]]:
@@ -316,31 +310,38 @@ def find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
 
 
 def _load_best(
-    folder: RunFolder, rule: BestRule | None, run_name: str, safe_types: list[Any]
+    folder: RunFolder, run: Run, safe_types: list[Any]
 ) -> tuple[Loaded | None, list[str]]:
     """Load the best checkpoint of a folder; returns it with the reasons why it is."""
     for _ in file_names.listings(folder.path):
-        ranking = _rank(folder, rule, run_name)
+        ranking = _rank(folder, run)
         path = ranking.entries[0].path
         try:
             loaded = loading.load_present(path, safe_types, maps=True, share=folder.share)
         except FileNotFoundError:
             continue
-        _warn_of_better(ranking)
+        if ranking.lacks_best:
+            _LOGGER.warning(
+                "The best validation of the run has no checkpoint: %s. The best checkpoint is %s. "
+                "CheckpointStore(keep_best=...) saves each best validation.",
+                ranking.best,
+                path.name,
+            )
         return loaded, _explain(ranking)
     return None, []
 
 
-def _rank(folder: RunFolder, rule: BestRule | None, run_name: str) -> Ranking:
+def _rank(folder: RunFolder, run: Run) -> Ranking:
     """Return the checkpoints of a run by their scores; there is at least one.
 
     Raises:
         CheckpointError: if there is no checkpoint with the score.
         ArgumentError: if nothing decides.
     """
-    present = [each for each in folder.entries() if file_names.belongs_to(each.path, run_name)]
+    present = [each for each in folder.entries() if file_names.belongs_to(each.path, run.name)]
     known = [with_sidecar(entry) for entry in present]
-    ranking = rank_checkpoints(known, rule)
+    # Without a rule, what the run was trained with decides.
+    ranking = rank_checkpoints(known, run.options.find_rule(run.plugins.values()))
     if ranking.entries:
         return ranking
     if ranking.rule is None:
@@ -353,7 +354,7 @@ def _rank(folder: RunFolder, rule: BestRule | None, run_name: str) -> Ranking:
     metric = ranking.rule.metric
     best = "" if ranking.best is None else f"The best validation: {ranking.best}. "
     raise CheckpointError(
-        f'checkpoint="best" needs a checkpoint of the run {run_name!r} with the '
+        f'checkpoint="best" needs a checkpoint of the run {run.name!r} with the '
         f"score{'' if metric is None else f' {metric!r}'}, but there is none. "
         f"{best}{_describe(folder)}Their scores: {', '.join(names) or 'none'}. Fix the metric, or "
         "set chkpt_frequency and valid_frequency so that a checkpoint follows a validation."
@@ -372,17 +373,6 @@ def _explain(ranking: Ranking) -> list[str]:
     if equal:
         reasons.append(f"the earliest with this score (equal: {', '.join(equal)})")
     return reasons
-
-
-def _warn_of_better(ranking: Ranking) -> None:
-    """Warn if the best validation of the run has no checkpoint."""
-    if ranking.lacks_best:
-        _LOGGER.warning(
-            "The best validation of the run has no checkpoint: %s. The best checkpoint is %s. "
-            "CheckpointStore(keep_best=...) saves each best validation.",
-            ranking.best,
-            ranking.entries[0].path.name,
-        )
 
 
 def _list_runs(path: Path) -> str:
@@ -511,11 +501,6 @@ class Origin:
         """The iteration of the checkpoint; 0 for the beginning."""
         return 0 if self.record is None else self.record.place[1]
 
-    def release_payload(self) -> None:
-        """Release the checkpoint's content, once it is loaded: its tensors are copied by then."""
-        if self.loaded is not None:
-            self.loaded.payload.clear()
-
     def describe_rescue(self) -> str:
         """Return what an error leaves to the user before anything was trained."""
         if self.loaded is None:
@@ -523,7 +508,7 @@ class Origin:
         return f"Nothing was trained; {self.loaded.path} is unchanged."
 
 
-def _read_stored(path: Path, *, safe_types: list[Any]) -> Stored | None:
+def _read_stored(safe_types: list[Any], path: Path) -> Stored | None:
     """Read a checkpoint's sidecar, or its content if it has none; ``None`` if it is damaged.
 
     The content decides whether a run resumes, not the age of a file.
@@ -537,14 +522,6 @@ def _read_stored(path: Path, *, safe_types: list[Any]) -> Stored | None:
         # An older one says the same; loading the run reports the damage.
         return None
     return Stored(record.num_replicas, path, record.resumed_from)
-
-
-def _search_stored(
-    folder: RunFolder, safe_types: list[Any], listed: list[Path] | None
-) -> Stored | None:
-    """Return what the newest undamaged checkpoint says."""
-    look = partial(_read_stored, safe_types=safe_types)
-    return file_names.search(folder.path, look, listed=listed)
 
 
 def find_stored(run: Run) -> Stored | None:
@@ -562,7 +539,7 @@ def find_stored(run: Run) -> Stored | None:
     # Any checkpoint of the run will do, so one listing is enough, unless it holds none: a training
     # in progress commits one and deletes an older one, and a listing may miss both.
     listed = file_names.list_checkpoints(folder.path) or None
-    stored = _search_stored(folder, safe_types, listed)
+    stored = file_names.search(folder.path, partial(_read_stored, safe_types), listed=listed)
     origin = options.resume_path if is_fit else None
     if origin is not None and (stored is None or stored.origin != str(origin.absolute())):
         return find_replicas(origin, safe_types)
@@ -571,7 +548,7 @@ def find_stored(run: Run) -> Stored | None:
 
 def find_replicas(path: Path, safe_types: list[Any]) -> Stored | None:
     """Return what a file says of the number of replicas; ``None`` without a file, or if unknown."""
-    stored = _read_stored(path, safe_types=safe_types) if file_names.is_present(path) else None
+    stored = _read_stored(safe_types, path) if file_names.is_present(path) else None
     return stored if stored is not None and stored.num_replicas else None
 
 
@@ -594,8 +571,14 @@ def find_origin(run: Run) -> Origin:
 
     def choose() -> tuple[Loaded | None, Origin]:
         origin = _choose_origin(folder, run.options, run.name, types)
-        _check_replicas(origin.loaded, run.replicas.num_replicas)
-        return origin.loaded, replace(origin, loaded=None)
+        loaded, count = origin.loaded, run.replicas.num_replicas
+        if loaded is not None and loaded.record.num_replicas not in (0, count):
+            raise RunMismatchError(
+                f"{loaded.path} was saved with {loaded.record.num_replicas} replicas, but newer "
+                f"files of the run were saved with {count}. Move the files of one kind out of "
+                "the folder."
+            )
+        return loaded, replace(origin, loaded=None)
 
     def pass_over(path: Path, damage: str) -> None:
         if path.parent != folder.path or folder.share is None:
@@ -605,15 +588,6 @@ def find_origin(run: Run) -> Origin:
 
     loaded, origin = load_together(choose, types, run.replicas, run.share, pass_over=pass_over)
     return replace(origin, folder=folder, loaded=loaded, lock=lock)
-
-
-def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:
-    if loaded is not None and loaded.record.num_replicas not in (0, num_replicas):
-        raise RunMismatchError(
-            f"{loaded.path} was saved with {loaded.record.num_replicas} replicas, but newer "
-            f"files of the run were saved with {num_replicas}. Move the files of one kind out of "
-            "the folder."
-        )
 
 
 def _choose_origin(
@@ -647,7 +621,7 @@ def _start_from_path(
     folder: RunFolder, path: Path, safe_types: list[Any], listed: list[Path]
 ) -> Origin:
     given = str(path.absolute())
-    stored = _search_stored(folder, safe_types, listed)
+    stored = file_names.search(folder.path, partial(_read_stored, safe_types), listed=listed)
     if stored is None or stored.origin == given:
         try:
             newest = folder.load_newest(safe_types, listed=listed)

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple, final
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.record import Record
-from helios.checkpoint.sidecar import Sidecar
 from helios.counters import Phase
 from helios.errors import ArgumentError, CheckpointError, LedgerError, UsageError
 from helios.findings import Level, level_of
@@ -26,12 +25,11 @@ from helios.ledger.line import step_of
 from helios.ledger.writer import LedgerWriter
 from helios.listeners import Recorder
 from helios.start.changes import Declared
-from helios.start.fit import train
+from helios.start.fit import set_up_training, train
 from helios.start.level import Reproducibility
 from helios.start.origin import Origin, load_given, open_folder
 from helios.start.run import Run
 from helios.start.signals import Signals
-from helios.start.training import set_up_training
 from helios.start.writers import hash_definition, make_writer
 from helios.text import with_step
 
@@ -143,7 +141,8 @@ def find_range(run: Run, asked: ReplayOptions) -> ReplayRange:
     after, checkpoint = _choose(begins, asked.start, folder.path)
     # The run may have resumed from any of them.
     for place, path in begins:
-        sidecar = None if path is None or place < after else _read_sidecar(path)
+        # Loading reports one that cannot be read, if it is the one that is needed.
+        sidecar = None if path is None or place < after else loading.try_sidecar(path)
         if path is not None and sidecar is not None and sidecar.level:
             _require_restart(Level(sidecar.level), f"according to {path.name}")
     return ReplayRange(
@@ -154,14 +153,6 @@ def find_range(run: Run, asked: ReplayOptions) -> ReplayRange:
         meets_end=asked.stop is None and extent.has_ended,
         witness=checkpoint or (present[0] if present else None),
     )
-
-
-def _read_sidecar(path: Path) -> Sidecar | None:
-    try:
-        return loading.read_sidecar(path)
-    except (CheckpointError, OSError):
-        # Loading the checkpoint reports it, if it is the one that is needed.
-        return None
 
 
 def _require_restart(level: Level, source: str) -> None:
@@ -223,7 +214,9 @@ def _choose(
     found = "there is none"
     if saved:
         number, oldest = saved[0]
-        found = f"the oldest one is of iteration {with_step(number, loading.read_step(oldest))}"
+        sidecar = loading.try_sidecar(oldest)
+        step = None if sidecar is None else sidecar.step
+        found = f"the oldest one is of iteration {with_step(number, step)}"
     raise CheckpointError(
         f"A replay must begin at a checkpoint that is older than the lines that it repeats, but "
         f"in {folder}, {found}"
@@ -355,8 +348,16 @@ class _Comparison:
         self, identity: dict[str, Any], reproducibility: Reproducibility
     ) -> list[Recorder]:
         """Return what follows the ledger instead of writing one."""
-        self._require_level(reproducibility)
         part, replicas, model = self._range, self._run.replicas, self._run.model
+        level = level_of(reproducibility.findings, reproducibility.level)
+        _require_restart(level, str(reproducibility))
+        if self._num_parts not in (0, replicas.num_processes):
+            raise UsageError(
+                f"A replay of this run needs {self._num_parts} processes, as it had at "
+                f"{part.checkpoint}, where each has its own state, but there are "
+                f"{replicas.num_processes}. Pass Trainer(nproc={self._num_parts}). At the level "
+                "'elastic', any number would do."
+            )
         run = hash_definition(identity, replicas)
         if replicas.rank == 0:
             found = Replay(part.ledger, part.checkpoint, part.stop)
@@ -367,17 +368,6 @@ class _Comparison:
         writer = make_writer(self._follower, model, replicas, every=every)
         self._writer = writer
         return [writer]
-
-    def _require_level(self, reproducibility: Reproducibility) -> None:
-        level = level_of(reproducibility.findings, reproducibility.level)
-        _require_restart(level, str(reproducibility))
-        parts, count = self._num_parts, self._run.replicas.num_processes
-        if parts not in (0, count):
-            raise UsageError(
-                f"A replay of this run needs {parts} processes, as it had at "
-                f"{self._range.checkpoint}, where each has its own state, but there are {count}. "
-                f"Pass Trainer(nproc={parts}). At the level 'elastic', any number would do."
-            )
 
     def ask(self) -> str:
         """Return that enough was compared; empty if it was not."""

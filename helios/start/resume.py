@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -52,7 +52,7 @@ from helios.state.values import is_large
 from helios.text import with_step
 
 if TYPE_CHECKING:
-    from helios.start.training import Training
+    from helios.start.fit import Training
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -150,11 +150,14 @@ def load_checkpoint(training: Training) -> None:
     _note_changes(training, record, state=state, cursor=cursor)
     payload = record.to_payload()
     parts.hooks.emit("on_load_checkpoint", payload)
-    adopt_settings = _make_adoption(training)
+    settings = None
+    if training.setup_changes.adopts and parts.schedulers is not None:
+        settings = NewSettings(run.model.discovery.optimizers(), parts.schedulers)
     seen = Record.from_payload(payload)
     apply(seen, parts, state=state, cursor=cursor)
     training.pending.begin(parts, seen.rng)
-    adopt_settings()
+    if settings is not None:
+        settings.apply()
     parts.run.asked.stop_reason = cursor.stop_reason
     parts.run.best = _continue_best(record, parts.run.best.rule)
     if parts.schedulers is not None:
@@ -191,7 +194,7 @@ def _note_changes(
         RunMismatchError: for a change that was not allowed.
     """
     run, parts = training.run, training.parts
-    options, source, changes = run.options, parts.training_source, training.changes
+    options, source, changes = run.options, parts.training_source, training.saves.changes
     if is_extended(options, record.options):
         cursor.go_on()
     identity = describe_identity(options, source.description, run.engine)
@@ -213,23 +216,11 @@ def _note_changes(
         training.pending.saved_length = record.data.get("length")
     changes += renamed + note_limits(options, record.options)
     changes += _note_missing(training, record)
-    _check_data(training, record, allowed + renamed)
-
-
-def _check_data(training: Training, record: Record, changes: list[str]) -> None:
-    """Fetch the last batch again, unless the data is known to be another, or is replayed."""
-    names = {text.partition(":")[0] for text in changes}
-    if training.run.replay is None and not names & {*ORDERING, "fingerprint"}:
+    names = {text.partition(":")[0] for text in allowed + renamed}
+    # Unless the data is known to be another, or is replayed.
+    if run.replay is None and not names & {*ORDERING, "fingerprint"}:
         training.pending.data_check = DataCheck(training, record)
         training.pending.data_check.before_load()
-
-
-def _make_adoption(training: Training) -> Callable[[], None]:
-    """Return what puts the settings of ``setup`` back after the load, if they are allowed."""
-    schedulers = training.parts.schedulers
-    if not training.setup_changes.adopts or schedulers is None:
-        return lambda: None
-    return NewSettings(training.run.model.discovery.optimizers(), schedulers).apply
 
 
 def _note_missing(training: Training, record: Record) -> list[str]:
@@ -257,7 +248,7 @@ def _note_missing(training: Training, record: Record) -> list[str]:
 
 def _compare_machine(training: Training, record: Record) -> None:
     """Warn once of versions, devices and settings other than those of the checkpoint."""
-    machine = training.machine
+    machine = training.saves.machine
     changes = [
         f"{name}: {before} -> {machine[name]}"
         for name, before in record.machine.items()
@@ -269,7 +260,7 @@ def _compare_machine(training: Training, record: Record) -> None:
             "stay exact; arithmetic may differ in the last bits.",
             ", ".join(changes),
         )
-        training.changes += changes
+        training.saves.changes += changes
 
 
 # ---- is this the data that the run was trained on?
@@ -309,7 +300,7 @@ class DataCheck:
     def __init__(self, training: Training, record: Record) -> None:
         loaded, source = training.origin.loaded, training.parts.training_source
         assert loaded is not None
-        self._source, self._changes = source, training.changes
+        self._source, self._changes = source, training.saves.changes
         self._replicas = training.run.replicas
         self._is_strict = training.run.options.on_incomplete == "raise"
         folder = loaded.path.parent

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 import torch
 
 from helios.checkpoint import file_names
-from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
+from helios.checkpoint.capture import apply_trained, capture_trained, detach
 from helios.checkpoint.frozen import references_of
 from helios.checkpoint.record import Record
 from helios.core import rng
@@ -45,15 +45,9 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
 from helios.run_parts import RunParts
 from helios.run_state import Place, RunState
+from helios.start import model_setup, processes
 from helios.start.changes import read_fresh
 from helios.start.hangs import HangWatch, Whereabouts
-from helios.start.model_setup import (
-    SetupContext,
-    build_networks,
-    set_train_mode,
-    take_own_processor,
-    try_base,
-)
 from helios.start.objects import (
     PluginTable,
     Roots,
@@ -64,14 +58,6 @@ from helios.start.objects import (
 )
 from helios.start.options import Options
 from helios.start.origin import CheckpointChoice, Choice, choose_checkpoint
-from helios.start.processes import (
-    SAME_DATA,
-    describe_data_sets,
-    describe_setup,
-    device_for,
-    options_that_must_match,
-    require_alike,
-)
 from helios.start.signals import Listener, find_signal_code
 from helios.start.stateful import find_owners
 from helios.start.trained_model import TrainedModel
@@ -89,17 +75,6 @@ LOOP_PATH = "fit"
 """The role of the loop over all epochs."""
 
 _OF_MODEL = "Without them all networks, optimizers and schedulers among its attributes are saved."
-
-
-def _make_engine(options: Options, device: torch.device) -> Engine:
-    if options.engine is not None:
-        return options.engine
-    return Engine(
-        device,
-        clip_norm=options.clip_norm,
-        clip_value=options.clip_value,
-        precision=options.precision or Precision.FP32,
-    )
 
 
 class _Process:
@@ -207,7 +182,12 @@ class Run:
         self.reason_to_load, self.is_as_it_is = "", False
         self.choice = CheckpointChoice()
         if phase is not Phase.TRAINING:
-            self._choose(checkpoint, last)
+            if last is not None and last.model is model:
+                self.trained = last
+                if checkpoint in ("auto", None):
+                    self.reason_to_load = last.reason_to_load
+                    self.is_as_it_is = not self.reason_to_load
+            self.choice = choose_checkpoint(self, checkpoint, has_fitted=last is not None)
         self.queue: Any = None if before is None else before.queue
         self.assigned: dict[int, tuple[dict[str, Any], dict[str, Any]]] = (
             {} if before is None else before.assigned
@@ -219,15 +199,6 @@ class Run:
         """Note that a run has ended: the same one again is a mistake of the script."""
         if self.folder is not None:
             _Process.finished.add(self.folder)
-
-    def _choose(self, checkpoint: Choice, last: TrainedModel | None) -> None:
-        """Decide what is evaluated."""
-        if last is not None and last.model is self.model:
-            self.trained = last
-            if checkpoint in ("auto", None):
-                self.reason_to_load = last.reason_to_load
-                self.is_as_it_is = not self.reason_to_load
-        self.choice = choose_checkpoint(self, checkpoint, has_fitted=last is not None)
 
     def _be_idle(self) -> None:
         """Have nothing that belongs to this process."""
@@ -266,20 +237,29 @@ class Run:
         if self.phase is Phase.TRAINING:
             store = self.options.store_for(self.plugins.values())
             self.options = dataclasses.replace(self.options, store=store)
-        self.engine = _make_engine(self.options, device_for(self.options, launch))
+        options = self.options
+        engine = options.engine
+        if engine is None:
+            engine = Engine(
+                processes.device_for(options, launch),
+                clip_norm=options.clip_norm,
+                clip_value=options.clip_value,
+                precision=options.precision or Precision.FP32,
+            )
+        self.engine = engine
         self.engine.replicas = Replicas()
         if num_replicas:
             self.engine.replicas = Replicas(
                 num_replicas,
                 self.info,
                 device=self.engine.device,
-                is_sharded=self.options.sharding == "full",
+                is_sharded=options.sharding == "full",
             )
-        self.hooks = self._make_bus()
+        self.renew_hooks()
         self.display = Display()
         self._is_shown = is_shown
         if is_shown and self.info.rank == 0:
-            self.display = ProgressDisplay(self.options.enable_progress_bar)
+            self.display = ProgressDisplay(options.enable_progress_bar)
         self.sources: dict[Phase, list[Source]] = {}
         self.settings = ExitStack()
         self.fresh: dict[str, Any] = {}
@@ -288,8 +268,9 @@ class Run:
         self.base: dict[str, str] | None = None
         self.owners = Owners()
 
-    def _make_bus(self) -> Bus:
-        return Bus(
+    def renew_hooks(self) -> None:
+        """Find what receives events from here on: ``setup`` may replace methods."""
+        self.hooks = Bus(
             plugins=list(self.plugins.values()),
             monitors=[plugin for plugin in self.plugins.values() if plugin.monitor],
             data=self.datamodule,
@@ -313,7 +294,7 @@ class Run:
     @property
     def name(self) -> str:
         """The name of the run, which its files have."""
-        return self.options.name_for(self.model.save_name)
+        return self.options.run_name or self.model.save_name
 
     @property
     def objects(self) -> list[Any]:
@@ -471,10 +452,8 @@ class Run:
         trained = capture_trained(self.parts)
         if self.info.rank != 0:
             return
-        if self.trained is not None:
-            trained = dataclasses.replace(trained, end=self.trained.end)
         on_cpu = move_to_device(trained, torch.device("cpu"))
-        packed = on_cpu, self.horizon
+        packed = on_cpu, self.horizon, None if self.trained is None else self.trained.end
         self.collected = pack_by_value(packed, "The state of model and plugins")
 
     def leave(self, obstacle: str, end: Record) -> None:
@@ -489,13 +468,17 @@ class Run:
     def require_alike_setup(self) -> None:
         """Check that all processes have the same receivers and data."""
         if not self.replicas.has_single_process:
-            require_alike(self.replicas, describe_setup(self.hooks, self.sources))
-            require_alike(self.replicas, describe_data_sets(self.sources), SAME_DATA)
+            processes.require_alike(
+                self.replicas, processes.describe_setup(self.hooks, self.sources)
+            )
+            processes.require_alike(
+                self.replicas, processes.describe_data_sets(self.sources), processes.SAME_DATA
+            )
 
     def prepare_data(self) -> None:
         """Let one process of each machine prepare the data, while the others wait."""
-        own = options_that_must_match(self.options, self.plugins, self.replicas)
-        require_alike(self.replicas, own)
+        own = processes.options_that_must_match(self.options, self.plugins, self.replicas)
+        processes.require_alike(self.replicas, own)
 
         def prepare() -> None:
             if self.info.local_rank == 0:
@@ -504,7 +487,7 @@ class Run:
         if not self.is_rank:
             self.team.on_each(prepare)
 
-    def restore(self, trained: Trained) -> None:
+    def restore(self, trained: Record) -> None:
         """Set everything up, with the results of a call that has ended."""
         is_inference = self.phase is not Phase.TRAINING
         makes_base = references_of(trained.model) is not None
@@ -525,8 +508,8 @@ class Run:
 
     def detach(self, record: Record, *, is_shown: bool = False) -> Record:
         """Return a record without references to its file; ``is_shown``: user code sees it whole."""
-        keeps_nothing = type(self.model).load_state_dict is Model.load_state_dict and not is_shown
-        return detach(record, keeps_model=not keeps_nothing, is_shown=is_shown)
+        has_own = type(self.model).load_state_dict is not Model.load_state_dict
+        return detach(record, keeps_model=has_own or is_shown, is_shown=is_shown)
 
     def begin(self, parts: RunParts) -> None:
         """Give the objects of the run to all that need them while it goes on."""
@@ -573,10 +556,13 @@ class Run:
         self.team.close()
         self.engine.replicas = self.team = Replicas()
 
-    def _set_places(self) -> None:
-        """Set ranks and devices of the user's objects."""
-        is_distributed = not self.replicas.has_single_replica
-        info = self.info
+    def set_up_others(self) -> None:
+        """Set up everything but the model: seed, registries, places, plugins and data."""
+        options = self.options
+        rng.seed_setup(options.seed)
+        if options.src_root is not None:
+            update_all_registries(options.src_root, import_prefix=options.import_prefix)
+        info, is_distributed = self.info, not self.replicas.has_single_replica
         owners: list[Plugin | Model] = [*self.plugins.values(), self.model]
         for owner in owners:
             owner.device = self.engine.device
@@ -587,21 +573,12 @@ class Run:
         self.datamodule.global_rank, self.datamodule.local_rank = info.rank, info.local_rank
         self.datamodule.is_distributed = is_distributed
         self.datamodule.num_replicas = self.replicas.num_replicas
-
-    def set_up_others(self) -> None:
-        """Set up everything but the model: seed, registries, plugins and data."""
-        registry = self.options
-        run = self.options
-        rng.seed_setup(run.seed)
-        if registry.src_root is not None:
-            update_all_registries(registry.src_root, import_prefix=registry.import_prefix)
-        self._set_places()
         for plugin in self.plugins.values():
             plugin.setup()
         self.datamodule.setup()
         warn_of_unread_datasets(self.datamodule)
 
-    def open_saved_source(self, trained: Trained | None) -> Source | None:
+    def open_saved_source(self, trained: Record | None) -> Source | None:
         """Open the training data if a data set or its collate function has a state."""
         names = () if trained is None else trained.owners
         is_saved = any(name.startswith(("data set", "collate function")) for name in names)
@@ -625,31 +602,33 @@ class Run:
         """
         self.set_up_others()
         run = self.options
-        take_own_processor(self.model)
+        model_setup.take_own_processor(self.model)
         for table in self.model.tables.values():
             table.clear()
         if self.engine.device.type != "cpu":
             # A trainer and its model know each other, so a run that was dropped keeps its memory.
             gc.collect()
         make_context = partial(
-            SetupContext,
+            model_setup.SetupContext,
             self.model,
             run.limits,
             self._open_trained_source,
             horizon=self.horizon,
             is_loaded_next=is_resumed and not makes_base,
         )
-        build = partial(build_networks, self.model, self.engine, run, is_inference=is_inference)
+        build = partial(
+            model_setup.build_networks, self.model, self.engine, run, is_inference=is_inference
+        )
         if makes_base and not is_resumed:
             with make_context().given():
-                self.base = try_base(self.model, build)
+                self.base = model_setup.try_base(self.model, build)
         context = make_context()
         with context.given():
             again = build()
         self.settings.enter_context(again)
         self.leaves_weights, self.horizon = context.leaves_weights, context.horizon
         if not is_inference:
-            set_train_mode(self.model, warns=not is_resumed)
+            model_setup.set_train_mode(self.model, warns=not is_resumed)
         check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
@@ -657,10 +636,6 @@ class Run:
         if not makes_base and (is_resumed or run.can_save):
             context.check_loads()
         self.renew_hooks()
-
-    def renew_hooks(self) -> None:
-        """Let methods that setup has replaced receive events from here on."""
-        self.hooks = self._make_bus()
 
     def _open_trained_source(self) -> Source | None:
         """Open the training data while the model is set up; ``None`` if nothing is trained."""

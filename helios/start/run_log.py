@@ -32,10 +32,10 @@ from helios.terminal import root_logger as log
 from helios.text import count_text, number_text, size_text, with_step
 
 if TYPE_CHECKING:
+    from helios.start.fit import Training
     from helios.start.level import Reproducibility
     from helios.start.origin import Origin
     from helios.start.run import Run
-    from helios.start.training import Training
 
 _LOGGER = logging.getLogger(__name__)
 # What a resume does not repeat: it is that of the first start, or named where it differs.
@@ -242,6 +242,7 @@ def warn_of_idle_options(
         )
     validates = schedule.valid_frequency is not None
     waits = validates or schedule.early_stop_cycles is not None
+    is_called = model.batch_processor is not None or any(is_own(model, name) for name in _CALLED)
     if rule is not None and not (validates and has_validation):
         _LOGGER.warning(
             "There is no validation that computes the score %r, so KeepBest and EarlyStopping "
@@ -254,17 +255,12 @@ def warn_of_idle_options(
             "There is no validation data, so valid_frequency and early_stop_cycles have no "
             "effect. Assign self.valid_dataset in the data module's setup()."
         )
-    elif validates and _computes_nothing(model):
+    elif validates and not is_called:
         _LOGGER.warning(
             "%s has no valid_step, so validations compute no scores. %s",
             type(model).__name__,
             _suggest(model),
         )
-
-
-def _computes_nothing(model: Model) -> bool:
-    """Return whether a validation calls no code of the user's model."""
-    return model.batch_processor is None and not any(is_own(model, name) for name in _CALLED)
 
 
 def _suggest(model: Model) -> str:
@@ -394,8 +390,7 @@ def open_logs(options: Options, name: str, record: Record | None, *, is_training
         options: which logs, and where.
         name: the name of the run.
         record: the checkpoint; ``None`` for new files.
-        is_training: whether :func:`cut_logs` removes events after the checkpoint: training repeats
-            them.
+        is_training: whether events after the checkpoint will be removed: training repeats them.
     """
     log_path = run_path = None
     if record is not None:
@@ -412,13 +407,6 @@ def open_logs(options: Options, name: str, record: Record | None, *, is_training
             run_path=run_path if options.enable_tensorboard else None,
             marks=record.events if is_training else None,
         )
-
-
-def cut_logs() -> None:
-    """Remove events after the checkpoint, once nothing can refuse the start any more."""
-    writer = log.get_tensorboard_writer()
-    if writer is not None:
-        writer.cut_back()
 
 
 def log_places() -> dict[str, Any]:

@@ -114,14 +114,10 @@ def _of_plugins(plugins: Mapping[str, Plugin]) -> Iterator[Owner]:
         has_own = type(plugin).state_dict not in (Plugin.state_dict, PipelineHooks.state_dict)
         yield Owner(f"plugin {name!r}", plugin, tuple(plugin.unsaved), has_own)
         if isinstance(plugin, PipelineHooks):
-            yield from _of_contexts(name, plugin)
-
-
-def _of_contexts(name: str, plugin: PipelineHooks) -> Iterator[Owner]:
-    for channel in CHANNELS:
-        for place, hook in enumerate(plugin.contexts(channel)):
-            context = f"context {place} ({type(hook).__name__}) of {channel} in {name!r}"
-            yield Owner(context, hook, tuple(hook.unsaved), keeps_state(hook))
+            for channel in CHANNELS:
+                for place, hook in enumerate(plugin.contexts(channel)):
+                    context = f"context {place} ({type(hook).__name__}) of {channel} in {name!r}"
+                    yield Owner(context, hook, tuple(hook.unsaved), keeps_state(hook))
 
 
 def _of_loops(path: str, loop: Loop) -> Iterator[Owner]:

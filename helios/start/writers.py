@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -15,7 +16,7 @@ from helios.checkpoint import file_names
 from helios.checkpoint.checkpoint_writer import CheckpointWriter, PlainWriter, ShardedWriter
 from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar
-from helios.checkpoint.store import PendingCheckpoint
+from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.environment import describe_git
 from helios.core.loss_means import as_numbers
 from helios.core.utils import Clock
@@ -101,25 +102,23 @@ class Saves:
     def __post_init__(self) -> None:
         record = self.origin.record
         self._is_shorter = record is not None and is_shortened(self.run.options, record.options)
-        self.writer = self._make_writer()
-        self.run.settings.callback(self.writer.close)
-
-    def _make_writer(self) -> CheckpointWriter:
         folder, loaded = self.origin.folder, self.origin.loaded
         newest = None if loaded is None else loaded.path
         if folder is None:
             # A replay emits the events of its saves, and writes nothing.
-            return CheckpointWriter(newest, None if loaded is None else loaded.record.place)
-        self.run.model.discovery.limit = folder.options.max_plain_bytes
-        make = PlainWriter if self.run.replicas.share is None else ShardedWriter
-        return make(
-            folder,
-            self._describe,
-            replicas=self.run.replicas,
-            pins=self.run.engine.device.type == "cuda",
-            listeners=self.listeners,
-            newest=newest,
-        )
+            self.writer = CheckpointWriter(newest, None if record is None else record.place)
+        else:
+            self.run.model.discovery.limit = folder.options.max_plain_bytes
+            make = PlainWriter if self.run.replicas.share is None else ShardedWriter
+            self.writer = make(
+                folder,
+                self._describe,
+                replicas=self.run.replicas,
+                pins=self.run.engine.device.type == "cuda",
+                listeners=self.listeners,
+                newest=newest,
+            )
+        self.run.settings.callback(self.writer.close)
 
     def _describe(self, payload: dict[str, Any]) -> PendingCheckpoint:
         """Complete what hooks have left of a payload, and say how it is written; on rank 0."""
@@ -146,27 +145,24 @@ class Saves:
         stem = file_names.stem(self.run.name, *record.place)
         stem = file_names.apply_metadata(stem, self.run.model.append_metadata_to_chkpt_name(stem))
         level = self.level.level_after(record, is_compiled=bool(find_compiled(self.run.model)))
+        averages = [
+            plugin.plug_id
+            for plugin in self.run.plugins.values()
+            if isinstance(plugin, WeightAverage) and plugin.is_swapped_in(Phase.VALIDATION)
+        ]
         sidecar = Sidecar.of(
             record,
             run_name=self.run.name,
             level=level,
             # Scores of an earlier validation do not belong to these weights.
             metrics=as_numbers(self.run.model.metrics) if record.has_validated else {},
-            averages=self._scored_averages if record.has_validated else [],
+            averages=averages if record.has_validated else [],
             changes=self.changes,
             is_by_epoch=self.run.options.limits.is_by_epoch,
         )
         path = folder.path_of(stem, is_sharded=self.run.replicas.share is not None)
         types = self.run.model.types_for_safe_load()
         return PendingCheckpoint(path, record.to_payload(), sidecar, types)
-
-    @property
-    def _scored_averages(self) -> list[str]:
-        return [
-            plugin.plug_id
-            for plugin in self.run.plugins.values()
-            if isinstance(plugin, WeightAverage) and plugin.is_swapped_in(Phase.VALIDATION)
-        ]
 
     def finish(self, reason: str | None) -> None:
         """Wait until all checkpoints of the run are on the disk.
@@ -183,23 +179,9 @@ class Saves:
         if folder is None or not self.run.options.can_save:
             return
 
-        def conclude(newest: Path | None) -> None:
-            self._write_last_lines()
-            if reason is None or newest is None or self._is_past_its_end(newest):
-                return
-            try:
-                folder.mark_finished(newest, reason)
-            except OSError as error:
-                _LOGGER.error(
-                    "Could not mark the run as finished in %s: %s. Run the same command again: it "
-                    "finds nothing to train, and marks the run.",
-                    newest,
-                    error,
-                )
+        self.writer.finish(partial(self._conclude, folder, reason))
 
-        self.writer.finish(conclude)
-
-    def _write_last_lines(self) -> None:
+    def _conclude(self, folder: RunFolder, reason: str | None, newest: Path | None) -> None:
         try:
             for listener in self.listeners:
                 listener.before_commit()
@@ -209,14 +191,22 @@ class Saves:
                 "but `helios verify` will report that the line is missing.",
                 error,
             )
-
-    def _is_past_its_end(self, newest: Path) -> bool:
-        """Whether nothing was trained because a longer run has already passed this one's end.
-
-        The checkpoint belongs to that run, and is not its end.
-        """
+        if reason is None or newest is None:
+            return
         loaded = self.origin.loaded
-        return self._is_shorter and loaded is not None and loaded.path == newest
+        if self._is_shorter and loaded is not None and loaded.path == newest:
+            # Nothing was trained, because a longer run has passed this one's end already. The
+            # checkpoint belongs to that run, and is not its end.
+            return
+        try:
+            folder.mark_finished(newest, reason)
+        except OSError as error:
+            _LOGGER.error(
+                "Could not mark the run as finished in %s: %s. Run the same command again: it "
+                "finds nothing to train, and marks the run.",
+                newest,
+                error,
+            )
 
 
 # ---- the ledger, and the file of events

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.retention import CheckpointStore, KeepBest, Retention
+from helios.checkpoint.retention import CheckpointStore, KeepBest, plan, with_sidecar
 from helios.checkpoint.store import RunFolder
 from helios.errors import CheckpointError
 from tests.checkpoint.helpers import is_same, make_payload, save
@@ -192,7 +192,7 @@ def test_mutated_files_are_never_loaded_wrongly(
             with mutants.one() as broken:
                 tally.update(judge(mutants, broken, caplog))
                 mutants.folder.clean()
-                gone = Retention(rules).plan(mutants.folder.entries())
+                gone = plan([with_sidecar(each) for each in mutants.folder.entries()], rules)
                 assert len(mutants.folder.entries()) == len(ITERATIONS), broken
                 assert mutants.folder.entries()[-1] not in gone, broken
     assert tally["refused"] > count // 2

@@ -15,7 +15,6 @@ import torch
 import helios
 from helios.checkpoint.store import CheckpointStore
 from helios.listeners import Recorder, RunListener
-from helios.start import training
 from helios.state import TrainingState
 from tests.support.event_logs import Numbers, ScoringLinear
 from tests.support.quiet import Quiet
@@ -123,7 +122,7 @@ def listen(patch: pytest.MonkeyPatch, notify: Call) -> list[Any]:
             make_listener(RunListener, lambda name: None),
         ]
 
-    patch.setattr(training, "make_recorders", make_recorders)
+    patch.setattr("helios.start.fit.make_recorders", make_recorders)
     return teams
 
 

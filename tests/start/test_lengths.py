@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios.errors import ArgumentError, UsageError
-from helios.start import training
+from helios.start.writers import SaveTimer
 from helios.state import TrainingState
 
 NUMBERS = TensorDataset(torch.arange(24.0).reshape(12, 2))
@@ -117,8 +117,8 @@ def test_a_save_is_due_after_ten_minutes_inside_an_epoch_too(
     frequency: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     minutes: Iterator[int] = iter(range(1000))
-    timer = functools.partial(training.SaveTimer, clock=lambda: 160.0 * next(minutes))
-    monkeypatch.setattr(training, "SaveTimer", timer)
+    timer = functools.partial(SaveTimer, clock=lambda: 160.0 * next(minutes))
+    monkeypatch.setattr("helios.start.fit.SaveTimer", timer)
     store = helios.CheckpointStore(is_async=False)
     fit(tmp_path, max_epochs=5, chkpt_frequency=frequency, store=store)
     inside = [number for number in saved(tmp_path) if number % 6]

@@ -27,7 +27,7 @@ def a_checkpoint_is_committed_before_it_is_on_the_disk(write_file, path, tree, *
         return writer.digest()
 
 
-@fault("helios.checkpoint.store:RunFolder._commit", COMMIT)
+@fault("helios.checkpoint.store:RunFolder.commit", COMMIT)
 def older_checkpoints_are_deleted_before_the_new_name_is_on_the_disk(commit, folder, pending):
     from helios.storage import files
 

@@ -17,7 +17,7 @@ def a_search_leaves_its_model_behind(without_trace, model, datamodule, others):
 
 
 @fault(
-    "helios.data.horizon:_count_windows",
+    "helios.data.source:_count_windows",
     "tests/start/test_horizon.py::test_a_run_makes_the_steps_that_setup_was_told",
 )
 def the_last_window_of_an_epoch_is_not_counted(count, schedule, length, *, is_manual):
