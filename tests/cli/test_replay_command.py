@@ -14,6 +14,7 @@ import pytest
 from helios.cli import main
 from helios.start.replay import ReplayRequest
 from tests.ledger.test_replay import contents
+from tests.support.ranks import let_launcher_start_from_server
 from tests.support.terminals import run_on_terminal
 
 SCRIPT = """\
@@ -216,8 +217,9 @@ def test_a_module_is_repeated_as_python_runs_it(
 
 @pytest.mark.shows("P34")
 def test_a_run_of_one_process_is_repeated_on_two(
-    folder: Path, capfd: pytest.CaptureFixture[str]
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    let_launcher_start_from_server(monkeypatch)
     ran = Ran(folder, capfd, "--nproc", "2", "--json")
     assert ran.code == 0, ran.err
     assert (ran.json["is_equal"], ran.json["num_equal"], ran.json["has_ended"]) == (True, 8, True)

@@ -26,6 +26,7 @@ from helios.launch.launcher import Launch, LaunchKind
 from helios.launch.rank import RankQueue
 from helios.launch.spawning import spawn
 from tests.support.kills import all_gone, is_gone
+from tests.support.ranks import let_launcher_start_from_server
 from tests.support.started import started
 
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
@@ -173,7 +174,10 @@ def leave_a_thread(rank: int, is_failing: bool, queue: RankQueue) -> int:
 
 @pytest.mark.shows("H51", "H65")
 @pytest.mark.parametrize("is_failing", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_rank_ends_though_a_thread_goes_on_and_an_item_cannot_be_read(is_failing: bool) -> None:
+def test_a_rank_ends_though_a_thread_goes_on_and_an_item_cannot_be_read(
+    is_failing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_launcher_start_from_server(monkeypatch)
     items: Queue[Any] = Queue()
     with pytest.raises(LookupError) if is_failing else nullcontext():
         assert spawn(leave_a_thread, 2, (is_failing,), queue=items) == [0, 1]

@@ -25,8 +25,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic import multiprocessing as elastic
 
 # Imported once in the server; what is not found there is imported by each process.
 _PRELOADED = [
@@ -119,6 +121,34 @@ def alone() -> Iterator[None]:
 def spawn_from_server(fn: Callable[..., Any], n: int, args: tuple[Any, ...], **_: Any) -> Any:
     """Start ranks as the launcher does, but from the fork server of the tests."""
     return run_ranks(_run_joined, n, fn, *args)
+
+
+def let_launcher_start_from_server(patch: pytest.MonkeyPatch) -> None:
+    """Let the ranks of the launcher come from the fork server, and do all else as it does."""
+    start = elastic.start_processes
+    streams = [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2)]
+
+    def start_forked(*, entrypoint: Any, args: dict[int, Any], **options: Any) -> Any:
+        own = {rank: (dict(os.environ), streams, entrypoint, each) for rank, each in args.items()}
+        return start(entrypoint=_enter, args=own, start_method="forkserver", **options)
+
+    patch.setattr(elastic, "start_processes", start_forked)
+
+
+def _enter(
+    variables: dict[str, str], streams: list[str], entrypoint: Callable[..., None], args: Any
+) -> None:
+    """Be what a new process is to its launcher, whose child it is not."""
+    from helios.launch import rank
+
+    os.setpgid(0, 0)
+    die_with_parent()
+    rank.end_with_launcher = lambda: None
+    os.environ.clear()
+    os.environ.update(variables)
+    for number, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    entrypoint(*args)
 
 
 def _run_joined(rank: int, fn: Callable[..., Any], run: Any, num_replicas: int) -> Any:
