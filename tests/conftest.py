@@ -13,6 +13,8 @@ import torch
 from tests import leaks
 from tests.support import tier
 
+# What is imported and collected stays, so looking for garbage in it is a waste of time.
+gc.disable()
 # To import inductor would start processes that stay, in PyTorch 2.6.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # CPU sums depend on the number of threads, and several test processes share the cores.
@@ -31,17 +33,22 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
     return [each for each in found if type(each) is pytest.Module]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
     """Leave out, in the default tier, cases of tests that are marked as sampled."""
-    if tier.is_full():
-        return
-    kept = tier.sample(items)
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    if not tier.is_full():
+        kept = tier.sample(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+    yield
+    items[:] = tier.deal(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 def pytest_collection_finish() -> None:
     """Spare the collector what lives as long as the process: the modules that were imported."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

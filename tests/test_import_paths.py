@@ -20,7 +20,8 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 _IMPORT_EACH_FIRST = """
 import importlib, os, sys, traceback, warnings
-import torch, numpy, tqdm  # What takes long: each module of Helios is the first of its process.
+import torch, numpy, tqdm, torch.distributed.checkpoint, torch.distributed.fsdp, torch._dynamo
+# What takes long: each module of Helios is the first of its process.
 
 def load(path):
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -226,11 +225,13 @@ def test_a_run_of_one_process_is_repeated_on_two(
 
 
 @pytest.mark.shows("P146")
-def test_a_replay_shows_how_far_it_is_on_a_terminal_only(folder: Path) -> None:
+def test_a_replay_shows_how_far_it_is_on_a_terminal_only(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = [sys.executable, "-m", "helios", "replay", str(folder / "train.py"), "--json"]
     words += ["--", "--root", str(folder / "runs")]
     printed, shown = run_on_terminal(words)
     assert b"steps: 100%|" in shown
-    done = subprocess.run(words, capture_output=True, check=True, timeout=240)
-    assert b"%|" not in done.stdout + done.stderr
-    assert json.loads(printed) == json.loads(done.stdout)
+    ran = Ran(folder, capfd, "--json")
+    assert "%|" not in ran.out + ran.err
+    assert json.loads(printed) == ran.json

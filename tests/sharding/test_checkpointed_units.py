@@ -34,12 +34,10 @@ def test_a_killed_run_goes_on_with_it_and_without(
     tmp_path: Path, before: int, after: int, sharding: str
 ) -> None:
     """The option is none of the run: it may change at a resume."""
-    setting = Sharded(3, total_steps=5, sharding=sharding, options=EVERYTHING, again="none")
+    setting = Sharded(3, total_steps=4, sharding=sharding, options=EVERYTHING, again="none")
     train(tmp_path / "undisturbed", 1, setting)
     killed = replace(setting, again="units")
     with pytest.raises(RankError):
         train(tmp_path / "killed", before, killed, Kill(iteration=4, rank=before - 1))
-    with pytest.raises(RankError):
-        train(tmp_path / "killed", after, setting, Kill(iteration=8, rank=after - 1))
-    train(tmp_path / "killed", after, killed)
+    train(tmp_path / "killed", after, setting)
     assert read_bits(tmp_path / "killed") == read_bits(tmp_path / "undisturbed")

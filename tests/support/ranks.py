@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ _LEAVING_SECONDS = 10.0
 _DYING_SECONDS = 2.0
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(_PRELOADED)
+FORK = multiprocessing.get_context("fork")
 
 
 class RankError(AssertionError):
@@ -70,13 +72,21 @@ class _Seat:
     start_method: str | None
 
 
-def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout: float = 240,
+    context: BaseContext = FORKSERVER,
+) -> list[Any]:
     """Call ``fn(rank, *args)`` on n ranks of a gloo group; return the results by rank.
 
     Each rank has one thread, warnings are errors in it, and it leaves the group after a barrier.
 
     Args:
         fn: a function of a module; it and its arguments and results must be picklable.
+        context: what starts them; they are forks of the test's process where that has imported what
+            takes long.
     """
     deadline = time.monotonic() + timeout
     work = pickle.dumps((fn, args))
@@ -86,7 +96,7 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) 
         seats = [_Seat(rank, n, store, timeout, method) for rank in range(n)]
         pipes = [FORKSERVER.Pipe(duplex=False) for _ in seats]
         ranks = [
-            FORKSERVER.Process(target=_serve, args=(seat, work, dict(os.environ), sender))
+            context.Process(target=_serve, args=(seat, work, dict(os.environ), sender))
             for seat, (_, sender) in zip(seats, pipes, strict=True)
         ]
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,21 @@ def call(
     if code is None:
         raise subprocess.TimeoutExpired(line, timeout, *texts)
     return subprocess.CompletedProcess(line, code, *texts)
+
+
+def run_as_python() -> None:
+    """Do what ``python`` does with the words of the command line."""
+    first, *words = sys.argv[1:]
+    if first == "-c":
+        sys.argv = ["-c", *words[1:]]
+        exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        sys.argv = words
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *words]
+        sys.path.insert(0, str(Path(first).resolve().parent))
+        runpy.run_path(first, run_name="__main__")
 
 
 def _serve(
