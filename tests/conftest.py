@@ -8,22 +8,26 @@ import os
 from collections.abc import Generator, Iterator
 
 import pytest
-import torch
 
-from tests import leaks
 from tests.support import tier
-
-# What is imported and collected stays, so looking for garbage in it is a waste of time.
-gc.disable()
-# To import inductor would start processes that stay, in PyTorch 2.6.
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-# CPU sums depend on the number of threads, and several test processes share the cores.
-torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let helpers see which tier runs."""
+    """Let helpers see which tier runs; a process that only starts others needs no PyTorch."""
     tier.choose(config.option.markexpr)
+    if config.getoption("dist", "no") == "no":
+        _prepare()
+
+
+def _prepare() -> None:
+    # What is imported and collected stays, so looking for garbage in it is a waste of time.
+    gc.disable()
+    # To import inductor would start processes that stay, in PyTorch 2.6.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    import torch
+
+    # CPU sums depend on the number of threads, and several test processes share the cores.
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -82,6 +86,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Fail a test that leaks settings, threads, processes or handlers into the next one."""
+    from tests import leaks
+
     leaks.reset_generators()
     leaks.forget_interruptions()
     before = leaks.take_snapshot()

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests import codebase
 
 _PATHS = (codebase.ROOT / "tests/golden/import_paths.txt").read_text("utf-8").splitlines()
@@ -51,6 +53,7 @@ print("done", len(groups))
 """
 
 
+@pytest.mark.long
 def test_every_frozen_path_imports_first_of_all_and_without_a_warning() -> None:
     wrong = ["helios.core.buffers", "helios.core.rng.no_such_name", "helios.nn.create_network"]
     ran = subprocess.run(

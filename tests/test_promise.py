@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -117,6 +118,7 @@ def read_results(folder: Path) -> tuple[bytes, bytes, list[str]]:
     return (folder / "weights").read_bytes(), ledger, sorted(lines)
 
 
+@pytest.mark.long
 def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     start(whole, 1)

@@ -32,6 +32,7 @@ def kill(event: str, iteration: int, rank: int) -> tuple[Any, ...]:
     return "--at", event, "--iteration", iteration, "--rank", rank, "--send", 9
 
 
+@pytest.mark.long
 def test_what_spawned_ranks_begin_one_process_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests import codebase
 from tests.support import tier
 
+pytestmark = pytest.mark.long
 _PAGE = codebase.ROOT / "docs" / "recipes" / "notebooks.md"
 _EXECUTE = """
 import sys, nbclient, nbformat

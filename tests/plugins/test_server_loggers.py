@@ -31,7 +31,7 @@ from tests.support.quiet import Quiet
 from tests.support.runs import Setting, replay, train
 from tests.support.wandb_server import WandbServer
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
 _QUIET = {
     "console": "off",
     "silent": True,
