@@ -71,7 +71,14 @@ _with_graphs = pytest.mark.filterwarnings(
 @pytest.mark.shows("S43", "P80")
 @_with_graphs
 @pytest.mark.parametrize(
-    "page", [page for page in _PAGES if page not in (_COMPILED, *_SHOWN, *_PRINTED)], ids=_name
+    "page",
+    [
+        # What follows of this one is trained with below.
+        pytest.param(page, marks=pytest.mark.full if page == _REPLAY else ())
+        for page in _PAGES
+        if page not in (_COMPILED, *_SHOWN, *_PRINTED)
+    ],
+    ids=_name,
 )
 def test_the_code_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
