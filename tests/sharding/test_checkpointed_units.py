@@ -14,10 +14,10 @@ from tests.support.sharded import Kill, Sharded, read_bits, train
 PLAIN = Sharded(3, sharding="none", again="none")
 
 
-@pytest.mark.shows("P101")
-@pytest.mark.parametrize(("num_replicas", "num_processes"), cases([(3, 2)], MATRIX))
-@pytest.mark.parametrize("sharding", ["full", pytest.param("none", marks=pytest.mark.full)])
-@pytest.mark.parametrize("again", ["units", pytest.param("both", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("num_replicas", "num_processes"), MATRIX)
+@pytest.mark.parametrize("sharding", ["full", "none"])
+@pytest.mark.parametrize("again", ["units", "both"])
 def test_units_that_are_computed_again_have_the_same_bits(
     tmp_path: Path, num_replicas: int, num_processes: int, sharding: str, again: str
 ) -> None:

@@ -48,7 +48,9 @@ class NoGathering(Quiet):
 
 
 @pytest.mark.shows("P92")
-@pytest.mark.parametrize("options", [{}, SYNC], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param(SYNC, marks=pytest.mark.full)], ids=["async", "sync"]
+)
 def test_each_process_writes_its_rows_and_nobody_gathers(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:

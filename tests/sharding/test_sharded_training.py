@@ -34,9 +34,9 @@ def test_sharded_networks_have_the_bits_of_whole_ones(
     assert sum(each["num_trained"] for each in sharded) == whole["num_trained"]
 
 
-@pytest.mark.shows("P86")
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("num_replicas", "num_processes"), cases([(3, 2)], [case for case in MATRIX if case[1] > 1])
+    ("num_replicas", "num_processes"), [case for case in MATRIX if case[1] > 1]
 )
 def test_accumulated_and_clipped_the_bits_are_those_of_one_process(
     tmp_path: Path, num_replicas: int, num_processes: int
@@ -76,7 +76,7 @@ def test_plugins_see_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("P89")
-@pytest.mark.parametrize("num_valid", [13, 7])
+@pytest.mark.parametrize("num_valid", [13, pytest.param(7, marks=pytest.mark.full)])
 def test_validations_end_together_and_count_once(tmp_path: Path, num_valid: int) -> None:
     setting = Sharded(3, num_valid=num_valid, total_steps=2)
     (alone,) = train(tmp_path / "alone", 1, setting)
