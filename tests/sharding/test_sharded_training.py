@@ -34,19 +34,6 @@ def test_sharded_networks_have_the_bits_of_whole_ones(
     assert sum(each["num_trained"] for each in sharded) == whole["num_trained"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("num_replicas", "num_processes"), [case for case in MATRIX if case[1] > 1]
-)
-def test_accumulated_and_clipped_the_bits_are_those_of_one_process(
-    tmp_path: Path, num_replicas: int, num_processes: int
-) -> None:
-    setting = Sharded(num_replicas, options=EVERYTHING)
-    train(tmp_path / "alone", 1, setting)
-    train(tmp_path / "several", num_processes, setting)
-    assert read_bits(tmp_path / "several") == read_bits(tmp_path / "alone")
-
-
 RESTARTS = [(3, 2), (2, 3), (2, 1), (1, 3)]
 
 

@@ -128,11 +128,6 @@ def alone() -> Iterator[None]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def spawn_from_server(fn: Callable[..., Any], n: int, args: tuple[Any, ...], **_: Any) -> Any:
-    """Start ranks as the launcher does, but from the fork server of the tests."""
-    return run_ranks(_run_joined, n, fn, *args)
-
-
 def let_launcher_start_from_server(patch: pytest.MonkeyPatch) -> None:
     """Let the ranks of the launcher come from the fork server, and do all else as it does."""
     start = elastic.start_processes
@@ -159,14 +154,6 @@ def _enter(
     for number, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     entrypoint(*args)
-
-
-def _run_joined(rank: int, fn: Callable[..., Any], run: Any, num_replicas: int) -> Any:
-    from helios.launch.launcher import Launch
-    from helios.start.processes import joined
-
-    with joined(Launch.read(), torch.device("cpu")):
-        return fn(rank, run, num_replicas)
 
 
 def _end(process: Any) -> None:
