@@ -40,7 +40,7 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
-) -> Generator[None]:
+) -> Generator[None, None, None]:
     """Leave out, in the default tier, cases of tests that are marked as sampled."""
     if not tier.is_full():
         kept = tier.sample(items)

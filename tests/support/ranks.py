@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ def run_ranks(
     n: int,
     *args: Any,
     timeout: float = 240,
-    context: BaseContext = FORKSERVER,
+    context: Any = FORKSERVER,
 ) -> list[Any]:
     """Call ``fn(rank, *args)`` on n ranks of a gloo group; return the results by rank.
 

@@ -58,7 +58,8 @@ def deal(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
     for item in items:
         if item.get_closest_marker("long") is not None:
             by_file[item.path].append(item)
-    files, dealt = list(by_file.values()), []
+    files = list(by_file.values())
+    dealt: list[pytest.Item] = []
     rest = iter([item for item in items if item.get_closest_marker("long") is None])
     for worker in range(num_workers):
         end = len(dealt) + (len(items) - len(dealt)) // (num_workers - worker)
