@@ -21,6 +21,7 @@ from helios.checkpoint.record import KEYS
 from helios.storage.content_hash import fingerprint
 from tests.support.kills import KillAt, run_in_child
 from tests.support.pages import OF_STATE, SHOWN, check_printed, shown_commands
+from tests.support.scripts import call, run_as_python
 from tests.support.warned import collect_warnings
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +71,14 @@ _with_graphs = pytest.mark.filterwarnings(
 @pytest.mark.shows("S43", "P80")
 @_with_graphs
 @pytest.mark.parametrize(
-    "page", [page for page in _PAGES if page not in (_COMPILED, *_SHOWN, *_PRINTED)], ids=_name
+    "page",
+    [
+        # What follows of this one is trained with below.
+        pytest.param(page, marks=pytest.mark.full if page == _REPLAY else ())
+        for page in _PAGES
+        if page not in (_COMPILED, *_SHOWN, *_PRINTED)
+    ],
+    ids=_name,
 )
 def test_the_code_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,11 +118,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", _PRINTED, ids=_name)
 def test_a_page_shows_what_its_commands_print(page: Path, tmp_path: Path) -> None:
-    """An undisturbed run is compared with."""
+    """An undisturbed run is compared with. Each command of the README is a process of its own."""
     script = _write_script(page, tmp_path)
     code = script.read_text()
 
     def run(*words: str) -> tuple[int, str]:
+        if page.name != "README.md":
+            done = call(run_as_python, *words, folder=tmp_path)
+            return done.returncode, done.stderr + done.stdout
         command, variables = [sys.executable, *words], {**os.environ, "PYTHONPATH": str(_ROOT)}
         done = subprocess.run(
             command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False

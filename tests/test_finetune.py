@@ -25,9 +25,8 @@ from helios.errors import (
     StateError,
     UsageError,
 )
-from helios.start import launch
 from helios.storage.content_hash import fingerprint
-from tests.support.ranks import spawn_from_server
+from tests.support.ranks import let_launcher_start_from_server
 
 
 class Data(helios.DataModule):
@@ -333,7 +332,7 @@ def test_a_resume_and_an_evaluation_do_not_need_the_file(
 def test_a_run_in_several_processes_is_given_back_without_the_file(
     trained: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "spawn", spawn_from_server)
+    let_launcher_start_from_server(monkeypatch)
     model = Tuned(as_safetensors(*trained, tmp_path))
     make_trainer(tmp_path / "runs", nproc=2, max_epochs=1).fit(model, Data())
     assert model.report.is_left_to_checkpoint

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests import codebase
 
 _PATHS = (codebase.ROOT / "tests/golden/import_paths.txt").read_text("utf-8").splitlines()
@@ -20,7 +22,8 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 _IMPORT_EACH_FIRST = """
 import importlib, os, sys, traceback, warnings
-import torch, numpy, tqdm  # What takes long: each module of Helios is the first of its process.
+import torch, numpy, tqdm, torch.distributed.checkpoint, torch.distributed.fsdp, torch._dynamo
+# What takes long: each module of Helios is the first of its process.
 
 def load(path):
     try:
@@ -50,6 +53,7 @@ print("done", len(groups))
 """
 
 
+@pytest.mark.long
 def test_every_frozen_path_imports_first_of_all_and_without_a_warning() -> None:
     wrong = ["helios.core.buffers", "helios.core.rng.no_such_name", "helios.nn.create_network"]
     ran = subprocess.run(

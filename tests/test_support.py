@@ -7,6 +7,8 @@ import os
 import select
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,17 @@ def test_restarts_of_the_default_tier_reach_every_place_of_an_epoch_and_a_window
         places |= {CHECKPOINTS.index(path) for path in found}
     assert places == set(range(14))
     assert restarts_of(CHECKPOINTS[:5]) == CHECKPOINTS[:5]
+
+
+def test_each_worker_begins_with_files_of_long_tests() -> None:
+    def make(number: int) -> Any:
+        mark = True if number in (7, 8, 18) else None
+        return SimpleNamespace(path=number // 5, get_closest_marker=lambda _: mark)
+
+    items = [make(number) for number in range(20)]
+    places = [items.index(item) for item in tier.deal(items, 2)]
+    assert sorted(places) == [*range(20)]
+    assert (places[:3], places[10:12]) == ([7, 8, 0], [18, 10])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

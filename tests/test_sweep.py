@@ -9,8 +9,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,9 +30,9 @@ from helios.distributed.collectives import TORCHRUN_VARIABLES
 from helios.storage import files
 from helios.storage.content_hash import fingerprint
 from helios.sweep import Sweep, Trial, TrialResult
-from tests import codebase
 from tests.support import tier
 from tests.support.kills import kill_self, run_in_child
+from tests.support.scripts import call, run_as_python
 
 KILLED = -signal.SIGKILL
 Objective = Callable[[Trial], float]
@@ -594,9 +592,8 @@ sys.modules["matplotlib"] = None
 from helios.sweep import Sweep
 print(len(Sweep({str(tmp_path)!r}, "min").run(lambda trial: trial.suggest_float("x", 0, 1), 2)))
 """
-    variables = {**os.environ, "PYTHONPATH": str(codebase.ROOT)}
-    command = [sys.executable, "-c", code]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
+    ran = call(run_as_python, "-c", code)
+    assert ran.returncode == 0, ran.stderr
     imported, error, count = ran.stdout.splitlines()
     assert imported == "[]"
     assert 'pip install "helios-trainer[sweep]"' in error

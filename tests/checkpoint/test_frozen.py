@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -184,6 +183,8 @@ def test_an_export_of_what_is_trained_has_no_frozen_parameters(
 
 def wrap(base: nn.Module) -> Any:
     torch.manual_seed(0)
+    from peft import LoraConfig, get_peft_model
+
     return get_peft_model(nn.Sequential(base), LoraConfig(r=2, target_modules=["0"]))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from helios.cli import main
 from helios.start.replay import ReplayRequest
 from tests.ledger.test_replay import contents
+from tests.support.ranks import let_launcher_start_from_server
 from tests.support.terminals import run_on_terminal
 
 SCRIPT = """\
@@ -216,19 +216,22 @@ def test_a_module_is_repeated_as_python_runs_it(
 
 @pytest.mark.shows("P34")
 def test_a_run_of_one_process_is_repeated_on_two(
-    folder: Path, capfd: pytest.CaptureFixture[str]
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    let_launcher_start_from_server(monkeypatch)
     ran = Ran(folder, capfd, "--nproc", "2", "--json")
     assert ran.code == 0, ran.err
     assert (ran.json["is_equal"], ran.json["num_equal"], ran.json["has_ended"]) == (True, 8, True)
 
 
 @pytest.mark.shows("P146")
-def test_a_replay_shows_how_far_it_is_on_a_terminal_only(folder: Path) -> None:
+def test_a_replay_shows_how_far_it_is_on_a_terminal_only(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = [sys.executable, "-m", "helios", "replay", str(folder / "train.py"), "--json"]
     words += ["--", "--root", str(folder / "runs")]
     printed, shown = run_on_terminal(words)
     assert b"steps: 100%|" in shown
-    done = subprocess.run(words, capture_output=True, check=True, timeout=240)
-    assert b"%|" not in done.stdout + done.stderr
-    assert json.loads(printed) == json.loads(done.stdout)
+    ran = Ran(folder, capfd, "--json")
+    assert "%|" not in ran.out + ran.err
+    assert json.loads(printed) == ran.json

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 import os
 import shutil
@@ -25,7 +26,8 @@ from helios.plugins import EMA, NaNGuard
 from helios.start.options import ROWS
 from tests import codebase
 from tests.leaks import forget_interruptions
-from tests.support.command_line import Data, Net
+from tests.support.command_line import Data, Net, train
+from tests.support.scripts import call
 
 _OPTIONS = ("--trainer.use_cpu", "true", "--trainer.print_banner", "false")
 
@@ -319,36 +321,40 @@ def start(*command: str, folder: Path, **variables: str) -> subprocess.Completed
 
 
 _SCRIPT = str(codebase.ROOT / "tests" / "support" / "command_line.py")
-_ALONE = (sys.executable, _SCRIPT)
-_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", _SCRIPT)
+_forked = functools.partial(call, train)
+_alone = functools.partial(start, sys.executable, _SCRIPT)
+_by_torchrun = functools.partial(
+    start, sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", _SCRIPT
+)
 _TRAINED = ("fit", "--trainer.max_epochs=2", "--trainer.num_replicas=2", "--data.batch_size=2")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert start(*_ALONE, *_TRAINED, folder=folder).returncode == 0
+    assert _forked(*_TRAINED, folder=folder).returncode == 0
     return folder / "runs" / "net"
 
 
 @pytest.mark.parametrize(
     ("command", "words", "code"),
     [
-        pytest.param(_ALONE, (), -9, id="alone"),
-        pytest.param(_ALONE, ("--trainer.nproc=2",), 1, id="nproc", marks=pytest.mark.full),
-        pytest.param(_TORCHRUN, (), 1, id="torchrun", marks=pytest.mark.full),
+        pytest.param(_forked, (), -9, id="forked"),
+        pytest.param(_alone, (), -9, id="alone", marks=pytest.mark.full),
+        pytest.param(_alone, ("--trainer.nproc=2",), 1, id="nproc", marks=pytest.mark.full),
+        pytest.param(_by_torchrun, (), 1, id="torchrun", marks=pytest.mark.full),
     ],
 )
 def test_a_killed_command_continues_with_equal_bits(
-    undisturbed: Path, tmp_path: Path, command: tuple[str, ...], words: tuple[str, ...], code: int
+    undisturbed: Path, tmp_path: Path, command: Any, words: tuple[str, ...], code: int
 ) -> None:
     words = (*_TRAINED, *words)
-    killed = start(*command, *words, folder=tmp_path, KILL_AT="11")
+    killed = command(*words, folder=tmp_path, KILL_AT="11")
     assert killed.returncode == code, killed.stderr
     assert (code == -9) or "SIGKILL" in killed.stderr or "-9" in killed.stderr
     run = tmp_path / "runs" / "net"
     assert len([*run.glob("*.pth")]) == 1
-    again = start(*command, *words, folder=tmp_path)
+    again = command(*words, folder=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "Resumed from" in again.stderr
     assert main(["diff", str(undisturbed), str(run)]) == 0
@@ -363,7 +369,7 @@ def test_a_killed_command_continues_with_equal_bits(
 def test_a_wrong_command_line_ends_with_2_and_a_refused_start_with_1(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    wrong = start(*_ALONE, "fit", "--trainer.max_epochs", "-1", folder=tmp_path)
+    wrong = _forked("fit", "--trainer.max_epochs", "-1", folder=tmp_path)
     assert wrong.returncode == 2
     assert wrong.stderr == (
         "command_line.py: error: --trainer.max_epochs must be None or a positive int, got -1. Omit "
@@ -371,13 +377,13 @@ def test_a_wrong_command_line_ends_with_2_and_a_refused_start_with_1(
     )
     assert [*tmp_path.iterdir()] == []
     shutil.copytree(undisturbed.parent, tmp_path / "runs")
-    refused = start(*_ALONE, *_TRAINED, "--model.lr=0.5", folder=tmp_path)
+    refused = _forked(*_TRAINED, "--model.lr=0.5", folder=tmp_path)
     assert refused.returncode == 1
     assert "Traceback" not in refused.stderr
     assert "command_line.py: error: " in refused.stderr
     assert "pass --trainer.resume never" in refused.stderr
     words = ("--model.lr=0.5", "--trainer.allow_changes+=params.model.lr", "--trainer.max_epochs=3")
-    allowed = start(*_ALONE, *_TRAINED, *words, folder=tmp_path)
+    allowed = _forked(*_TRAINED, *words, folder=tmp_path)
     assert "(--trainer.allow_changes+=optimizer takes the new one)" in allowed.stderr
 
 

@@ -5,13 +5,16 @@ Each test starts Python many times, so all but one are in the second tier.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helios.errors import RankError
 from tests.support import signals
 from tests.support.elastic import Bits, assert_same, read_bits
+from tests.support.ranks import let_launcher_start_from_server
 from tests.support.scripts import call
 from tests.support.signals import start
 
@@ -29,13 +32,18 @@ def kill(event: str, iteration: int, rank: int) -> tuple[Any, ...]:
     return "--at", event, "--iteration", iteration, "--rank", rank, "--send", 9
 
 
-def test_what_spawned_ranks_begin_one_process_ends(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_what_spawned_ranks_begin_one_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = (*EACH_STEP, "--steps", 6)
     alone, both = train_alone(tmp_path / "alone", *options), tmp_path / "both"
     both.mkdir()
-    code, log = start(both, *options, "--nproc", 2, *kill("on_backward_end", 4, 1))
-    assert code == 1
-    assert "RankError: Rank 1 of 2 was ended by SIGKILL" in log
+    let_launcher_start_from_server(monkeypatch)
+    line = (both, *options, "--nproc", 2, *kill("on_backward_end", 4, 1))
+    monkeypatch.setattr(sys, "argv", ["signals.py", *map(str, line)])
+    with pytest.raises(RankError, match="Rank 1 of 2 was ended by SIGKILL"):
+        signals.main()
     # The run knows its replicas, and the number of threads that its processes had.
     code, log = start(both, *options, "--replicas", 0, OMP_NUM_THREADS="")
     assert code == 0, log

@@ -176,7 +176,7 @@ def test_a_fault_of_rank_0_costs_no_bit(
     ("mode", "kind"),
     [
         ("async", "EIO"),
-        ("async", "RuntimeError"),
+        pytest.param("async", "RuntimeError", marks=pytest.mark.full),
         pytest.param("sync", "ENOSPC", marks=pytest.mark.full),
         pytest.param("sync", "MemoryError", marks=pytest.mark.full),
     ],

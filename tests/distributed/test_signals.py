@@ -32,7 +32,7 @@ def work(rank: int, folder: Path, setting: Elastic, *plugins: Any) -> int:
     ("unit", "rank"),
     [
         ("iteration", 2),
-        ("epoch", 0),
+        pytest.param("epoch", 0, marks=slow),
         pytest.param("iteration", 0, marks=slow),
         pytest.param("epoch", 2, marks=slow),
     ],

@@ -169,7 +169,7 @@ def test_bits_depend_on_neither_processes_nor_kills(
 
 
 @pytest.mark.skipif(not IS_ABLE, reason="needs FSDP that reduces as Helios says")
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_sharded_models_divide_once_too(num_processes: int, tmp_path: Path) -> None:
     setting = _Setting(3, options={"sharding": "full"})
     found, losses, _ = _train(tmp_path / "full", num_processes, setting)

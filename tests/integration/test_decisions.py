@@ -13,7 +13,7 @@ from tests.support import decision_cells as table
 from tests.support import decisions
 from tests.support.decision_cells import CELLS, GROUPS, STOP_ITERATION, Cell
 
-PARTS = 4
+PARTS = 12
 LINES = decisions.parse(decisions.GOLDEN.read_text("utf-8"))
 
 
@@ -26,7 +26,7 @@ def _differences(cells: list[Cell], num_processes: int) -> list[str]:
     ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize(("num_replicas", "num_processes"), GROUPS)
 def test_what_follows_a_decision_is_in_the_golden_file(

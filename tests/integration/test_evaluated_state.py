@@ -19,9 +19,8 @@ import helios
 from helios import DataLoaderParams, Trainer
 from helios.loops import EpochLoop
 from helios.plugins import Plugin
-from helios.start import launch
 from tests.support.kills import KillAt, run_in_child
-from tests.support.ranks import spawn_from_server
+from tests.support.ranks import let_launcher_start_from_server
 
 EPOCHS, BATCHES = 3, 4
 
@@ -219,7 +218,7 @@ def test_a_finished_run_is_found_as_training_has_left_it(tmp_path: Path) -> None
 def test_after_ranks_the_model_is_that_of_a_training_in_this_process(
     has_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "spawn", spawn_from_server)
+    let_launcher_start_from_server(monkeypatch)
     model, data = Net(), Data()
     make(None, num_replicas=2).fit(model, data)
     model.optimizer.eval()

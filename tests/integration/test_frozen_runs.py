@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden import frozen
+from tests.support import tier
 
 
 @pytest.mark.shows("S49")
@@ -18,7 +19,7 @@ def test_a_frozen_script_gives_its_bits(name: str, tmp_path: Path) -> None:
     assert frozen.run(name, tmp_path / "whole", counts[0]) == expected
     paths = frozen.checkpoints(name, tmp_path / "whole")
     assert paths
-    for path in paths:
+    for path in paths if tier.is_full() else paths[::3]:
         for count in counts:
             root = tmp_path / f"{path.stem}-{count}"
             found = frozen.resume(name, path, root, count)

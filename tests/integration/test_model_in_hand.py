@@ -20,8 +20,7 @@ import helios
 from helios import DataLoaderParams, Trainer
 from helios.engines.engine import Engine
 from helios.plugins import EMA, SWA, Plugin
-from helios.start import launch
-from tests.support.ranks import run_ranks, spawn_from_server
+from tests.support.ranks import let_launcher_start_from_server, run_ranks
 from tests.support.runs import RETURNS
 
 EPOCHS = 3
@@ -261,6 +260,6 @@ def test_models_of_ended_process_groups_load(tmp_path: Path) -> None:
 
 
 def test_spawned_ranks_train_with_an_engine_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "spawn", spawn_from_server)
+    let_launcher_start_from_server(monkeypatch)
     trainer = Trainer(total_steps=1, num_replicas=2, nproc=2, engine=Engine("cpu"))
     assert trainer.fit(Net(), Data())

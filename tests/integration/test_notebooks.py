@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests import codebase
+from tests.support import tier
 
+pytestmark = pytest.mark.long
 _PAGE = codebase.ROOT / "docs" / "recipes" / "notebooks.md"
 _EXECUTE = """
 import sys, nbclient, nbformat
@@ -64,7 +66,7 @@ def _make_cells() -> dict[str, str]:
     assert edited != first
     interrupted = _fit("cut", ', plugins=[Interrupting("interrupting")]')
     classes, _, _ = first.partition("trainer =")
-    return {
+    cells = {
         "first": first,
         "table": table,
         "picture": picture,
@@ -76,10 +78,14 @@ def _make_cells() -> dict[str, str]:
         "edited": edited,
         "edited and longer": _fit("cut", ' | {"max_epochs": 5}'),
         "processes": _fit("two", ", nproc=2"),
-        "replicas": f"{classes}\n{_fit('one', ', num_replicas=2')}",
-        "from a file": f"Path('nets.py').write_text({classes!r})\nfrom nets import Data, Line\n"
-        + _fit("two", ", nproc=2"),
     }
+    if tier.is_full():
+        cells |= {
+            "replicas": f"{classes}\n{_fit('one', ', num_replicas=2')}",
+            "from a file": f"Path('nets.py').write_text({classes!r})\n"
+            f"from nets import Data, Line\n{_fit('two', ', nproc=2')}",
+        }
+    return cells
 
 
 @pytest.fixture(scope="module")
@@ -139,5 +145,9 @@ def test_an_edited_cell_says_what_has_changed(cells: dict[str, Cell]) -> None:
 def test_several_processes_need_classes_in_a_file(cells: dict[str, Cell]) -> None:
     assert cells["processes"].error.startswith("UsageError: Several processes must be started")
     assert "Data and Line are defined here. Move your classes" in cells["processes"].error
+
+
+@pytest.mark.full
+def test_classes_of_a_file_train_on_several_processes(cells: dict[str, Cell]) -> None:
     assert cells["from a file"].error == ""
     assert cells["from a file"].weights == cells["replicas"].weights != cells["options"].weights

@@ -153,10 +153,10 @@ def check_words(part: str, told: list[str]) -> None:
 
 
 def play(folder: Path, mode: str, wholes: dict[str, Whole], number: int, shift: int | None) -> None:
-    """Let every other operation of a save go wrong in one way in turn, or all in all ways."""
+    """Let every third operation of a save go wrong in one way in turn, or all in all ways."""
     whole = wholes[mode]
     for place, operation in enumerate(whole.saves[number]):
-        if shift is not None and (place + number) % 2:
+        if shift is not None and (place + number) % 3:
             continue
         kinds = KINDS if shift is None else (KINDS[(place + shift) % len(KINDS)],)
         for kind in kinds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from helios.launch.launcher import Launch, LaunchKind
 from helios.launch.rank import RankQueue
 from helios.launch.spawning import spawn
 from tests.support.kills import all_gone, is_gone
+from tests.support.ranks import let_launcher_start_from_server
 from tests.support.started import started
 
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
@@ -79,13 +81,15 @@ def say(text: str) -> None:
 def work_in_full(
     rank: int, tensor: torch.Tensor, view: torch.Tensor, queue: RankQueue
 ) -> dict[str, Any]:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     queue.put(rank)
     queue.put(torch.full((12_500_000,), float(rank)))
     tensor.add_(rank + 1)
     summed = collectives.all_reduce_tensors(tensor.clone())
     if rank == 0:
-        os.kill(os.getppid(), signal.SIGUSR1)
+        os.kill(launcher.pid, signal.SIGUSR1)
     return {
         "launch": Launch.read(),
         "own": view.tolist(),
@@ -96,7 +100,10 @@ def work_in_full(
 
 
 @pytest.mark.shows("H51", "H65", "E30")
-def test_ranks_form_a_group_and_hand_back_results_and_large_items() -> None:
+def test_ranks_form_a_group_and_hand_back_results_and_large_items(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    let_launcher_start_from_server(monkeypatch)
     tensor = torch.zeros(2)
     queue: Queue[Any] = Queue()
     queue.put("before")
@@ -173,7 +180,10 @@ def leave_a_thread(rank: int, is_failing: bool, queue: RankQueue) -> int:
 
 @pytest.mark.shows("H51", "H65")
 @pytest.mark.parametrize("is_failing", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_rank_ends_though_a_thread_goes_on_and_an_item_cannot_be_read(is_failing: bool) -> None:
+def test_a_rank_ends_though_a_thread_goes_on_and_an_item_cannot_be_read(
+    is_failing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_launcher_start_from_server(monkeypatch)
     items: Queue[Any] = Queue()
     with pytest.raises(LookupError) if is_failing else nullcontext():
         assert spawn(leave_a_thread, 2, (is_failing,), queue=items) == [0, 1]

@@ -26,7 +26,7 @@ from tests.support.elastic import (
     read_bits,
 )
 from tests.support.quiet import Quiet
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import FORK, RankError, run_ranks
 from tests.support.runs import digest
 
 
@@ -191,7 +191,7 @@ def _work(rank: int, folder: str, setting: Elastic, until: int = 0) -> dict[str,
 def _train(folder: Path, setting: Elastic, count: int, until: int = 0) -> list[dict[str, Any]]:
     if count == 1:
         return [_work(0, str(folder), setting, until)]
-    return run_ranks(_work, count, str(folder), setting, until)
+    return run_ranks(_work, count, str(folder), setting, until, context=FORK)
 
 
 def _logged(folder: Path, rank: int = 0) -> dict[tuple[int, str], float]:

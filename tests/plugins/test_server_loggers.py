@@ -15,10 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Imported before the tests fork.
-import mlflow  # noqa: F401
 import pytest
-import wandb  # noqa: F401
 
 from helios.plugins import MlflowLogger, Plugin, WandbLogger
 from helios.state import TrainingState
@@ -34,7 +31,7 @@ from tests.support.quiet import Quiet
 from tests.support.runs import Setting, replay, train
 from tests.support.wandb_server import WandbServer
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
 _QUIET = {
     "console": "off",
     "silent": True,
@@ -86,6 +83,10 @@ def _setting(processes: int = 1, **options: Any) -> Setting:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of MLflow."""
+    # The libraries are imported before the tests fork.
+    import mlflow  # noqa: F401
+    import wandb  # noqa: F401
+
     folder = tmp_path_factory.mktemp("mlflow")
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -185,16 +186,15 @@ def _is_any_at_work(folder: Path) -> bool:
     return False
 
 
-@pytest.mark.shows("P63")
+@pytest.mark.shows("P63", "P67")
 def test_each_point_of_a_killed_run_is_there_once(address: str, tmp_path: Path) -> None:
-    """Before the first checkpoint; with points sent that are repeated; on one process and two."""
+    """Before the first checkpoint; with points lost on two processes; also after a replay."""
     whole, killed = (Servers(tmp_path / name, address) for name in ("whole", "killed"))
     assert whole.start(_setting(), Log()) == 0
     assert killed.start(_setting(), Log(3, killed.shows), **_EAGER) == -9
     # The process that starts two ranks lives on, and raises. What W&B has not written is lost.
     assert killed.start(_setting(2), Log(6), **_LAZY) == 1
     assert [*killed.folder.rglob("*_iter_3.pth")]
-    assert killed.start(_setting(), Log(9, killed.shows), **_EAGER) == -9
     assert killed.start(_setting(), Log()) == 0
     assert killed.points() == whole.points()
     assert killed.steps() == (_ALL, _ALL)
@@ -202,6 +202,16 @@ def test_each_point_of_a_killed_run_is_there_once(address: str, tmp_path: Path) 
     (run,) = killed.runs()
     assert (run.info.run_name, run.info.status) == ("small", "FINISHED")
     assert run.data.params.items() >= {("rate", "0.05"), ("options.total_steps", "14")}
+    before, files = whole.points(), sorted(whole.folder.rglob("*.wandb"))
+
+    def repeat() -> None:
+        train(whole.folder, _setting(), *whole.loggers())
+        found, _ = replay(whole.folder, _setting(), *whole.loggers())
+        assert found.is_equal
+
+    assert _in_child(whole.folder, repeat) == 0
+    assert whole.points() == before
+    assert sorted(whole.folder.rglob("*.wandb")) == files
 
 
 @pytest.mark.full
@@ -261,19 +271,3 @@ def test_servers_that_are_down_get_all_points_when_they_answer_again(
     assert [step for step, _ in wandb_losses] == _ALL
     assert json.loads(run["config"])["rate"]["value"] == 0.05
     assert mlflow_points(address, "down")["train/loss"] == wandb_losses
-
-
-@pytest.mark.shows("P67")
-def test_a_replay_and_a_start_of_a_finished_run_send_nothing(address: str, tmp_path: Path) -> None:
-    servers, setting = Servers(tmp_path / "run", address), _setting()
-    assert servers.start(setting) == 0
-    before, files = servers.points(), sorted(servers.folder.rglob("*.wandb"))
-
-    def repeat() -> None:
-        train(servers.folder, setting, *servers.loggers())
-        found, _ = replay(servers.folder, setting, *servers.loggers())
-        assert found.is_equal
-
-    assert _in_child(servers.folder, repeat) == 0
-    assert servers.points() == before
-    assert sorted(servers.folder.rglob("*.wandb")) == files

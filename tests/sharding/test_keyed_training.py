@@ -98,7 +98,7 @@ class Large(KeyedModel):
         self.optimizer = make(self.net.parameters(), lr=0.01)
 
 
-WIDTH, DEPTH = 64, 6
+WIDTH, DEPTH = 64, 4
 METHODS: tuple[tuple[Any, str, str], ...] = (
     (Boundary, "_save", "save"),
     (helios.plugins.EMA, "on_fit_start", "average"),

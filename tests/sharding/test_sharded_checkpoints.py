@@ -26,6 +26,7 @@ from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import Network, Sharded, fit, read_bits, train
 
+EACH = {"chkpt_frequency": 1}
 SYNC = {"store": helios.CheckpointStore(is_async=False)}
 OPERATIONS = [
     *((files, name) for name in ("create", "write", "replace", "unlink", "make_folder")),
@@ -47,7 +48,9 @@ class NoGathering(Quiet):
 
 
 @pytest.mark.shows("P92")
-@pytest.mark.parametrize("options", [{}, SYNC], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param(SYNC, marks=pytest.mark.full)], ids=["async", "sync"]
+)
 def test_each_process_writes_its_rows_and_nobody_gathers(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -113,7 +116,7 @@ KILLS = [(0, number) for number in range(1, 100, 8)] + [(1, number) for number i
 def test_a_kill_in_a_save_costs_no_bit_in_other_processes(
     tmp_path: Path, rank: int, number: int
 ) -> None:
-    setting = Sharded(3, total_steps=4, options=SYNC if number % 2 else {})
+    setting = Sharded(3, total_steps=4, options=EACH | (SYNC if number % 2 else {}))
     train(tmp_path / "undisturbed", 1, replace(setting, sharding="none"))
     with pytest.raises(RankError, match="code -9"):
         train(tmp_path / "killed", 2, setting, KillInSave(rank, number))
@@ -178,7 +181,7 @@ def test_a_full_disk_of_one_rank_ends_all_with_the_same_error(
     tmp_path: Path, rank: int, is_async: bool
 ) -> None:
     store = helios.CheckpointStore(is_async=is_async, on_save_error="raise")
-    setting = Sharded(2, total_steps=5, options={"store": store})
+    setting = Sharded(2, total_steps=5, options={"store": store, **EACH})
     plugin = FullDisk(rank, 2)
     texts = run_ranks(fit_or_fail, 2, tmp_path / "run", setting, plugin)
     assert texts[0] == texts[1]
@@ -194,7 +197,7 @@ def test_a_full_disk_of_one_rank_ends_all_with_the_same_error(
 def test_a_save_that_one_rank_could_not_write_leaves_nothing_and_training_continues(
     tmp_path: Path,
 ) -> None:
-    train(tmp_path / "run", 2, Sharded(2, total_steps=3), FullDisk(1, 2))
+    train(tmp_path / "run", 2, Sharded(2, total_steps=3, options=EACH), FullDisk(1, 2))
     assert [path.name for path in checkpoints(tmp_path / "run")] == [
         "sharded_epoch_1_iter_1.ckpt",
         "sharded_epoch_1_iter_3.ckpt",
@@ -210,7 +213,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def test_damage_that_only_one_process_can_see_leads_all_to_an_older_checkpoint(
     tmp_path: Path,
 ) -> None:
-    setting = Sharded(2, total_steps=3)
+    setting = Sharded(2, total_steps=3, options=EACH)
     train(tmp_path / "undisturbed", 1, replace(setting, total_steps=4))
     train(tmp_path / "run", 2, setting)
     path = newest(tmp_path / "run")

@@ -162,7 +162,8 @@ def read_ledger(folder: Path) -> bytes:
 
 
 @pytest.mark.shows("P86")
-@pytest.mark.parametrize("kind", [*STEPS, "minus_zero"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["minus_zero", *STEPS])
 def test_calls_of_networks_have_equal_bits(tmp_path: Path, kind: str) -> None:
     run_ranks(fit, 1, tmp_path / "whole", Steps(kind), "none")
     run_ranks(fit, 2, tmp_path / "sharded", Steps(kind), "full")

@@ -67,6 +67,7 @@ def test_all_ranks_write_their_stacks_and_end_together(tmp_path: Path) -> None:
         assert f", rank {rank}, process " in stacks
 
 
+@pytest.mark.long
 @pytest.mark.shows("P142", "P139")
 def test_a_rank_that_is_stopped_does_not_answer_and_the_others_end(tmp_path: Path) -> None:
     codes, logs = run_forked(tmp_path, 3, act="be_stopped", late=0)

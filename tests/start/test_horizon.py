@@ -15,6 +15,7 @@ import helios
 from helios import Phase
 from helios.data.steps import Steps
 from helios.data.stream import Stream
+from tests.support.ranks import let_launcher_start_from_server
 
 NUM_SAMPLES = 46
 
@@ -192,8 +193,9 @@ class Complete(Data):
 
 @pytest.mark.parametrize(("nproc", "calls"), [(1, ("validate", "test", "predict")), (2, ("test",))])
 def test_a_resume_and_an_evaluation_are_told_the_length_of_the_run(
-    tmp_path: Path, nproc: int, calls: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nproc: int, calls: tuple[str, ...]
 ) -> None:
+    let_launcher_start_from_server(monkeypatch)
     model, resumed = Cosine(), Cosine()
     options = {"chkpt_root": tmp_path, "num_replicas": 2, "nproc": nproc}
     fit(model, Complete(), max_epochs=1, **options)

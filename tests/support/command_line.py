@@ -79,5 +79,9 @@ class Net(helios.Model):
         return predicted
 
 
-if __name__ == "__main__":
+def train() -> None:
     helios.run(Net, Data, chkpt_root="runs", use_cpu=True)
+
+
+if __name__ == "__main__":
+    train()

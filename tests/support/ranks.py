@@ -25,8 +25,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic import multiprocessing as elastic
 
 # Imported once in the server; what is not found there is imported by each process.
 _PRELOADED = [
@@ -42,6 +44,7 @@ _LEAVING_SECONDS = 10.0
 _DYING_SECONDS = 2.0
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(_PRELOADED)
+FORK = multiprocessing.get_context("fork")
 
 
 class RankError(AssertionError):
@@ -68,13 +71,21 @@ class _Seat:
     start_method: str | None
 
 
-def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout: float = 240,
+    context: Any = FORKSERVER,
+) -> list[Any]:
     """Call ``fn(rank, *args)`` on n ranks of a gloo group; return the results by rank.
 
     Each rank has one thread, warnings are errors in it, and it leaves the group after a barrier.
 
     Args:
         fn: a function of a module; it and its arguments and results must be picklable.
+        context: what starts them; they are forks of the test's process where that has imported what
+            takes long.
     """
     deadline = time.monotonic() + timeout
     work = pickle.dumps((fn, args))
@@ -84,7 +95,7 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) 
         seats = [_Seat(rank, n, store, timeout, method) for rank in range(n)]
         pipes = [FORKSERVER.Pipe(duplex=False) for _ in seats]
         ranks = [
-            FORKSERVER.Process(target=_serve, args=(seat, work, dict(os.environ), sender))
+            context.Process(target=_serve, args=(seat, work, dict(os.environ), sender))
             for seat, (_, sender) in zip(seats, pipes, strict=True)
         ]
         try:
@@ -116,17 +127,32 @@ def alone() -> Iterator[None]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def spawn_from_server(fn: Callable[..., Any], n: int, args: tuple[Any, ...], **_: Any) -> Any:
-    """Start ranks as the launcher does, but from the fork server of the tests."""
-    return run_ranks(_run_joined, n, fn, *args)
+def let_launcher_start_from_server(patch: pytest.MonkeyPatch) -> None:
+    """Let the ranks of the launcher come from the fork server, and do all else as it does."""
+    start = elastic.start_processes
+    streams = [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2)]
+
+    def start_forked(*, entrypoint: Any, args: dict[int, Any], **options: Any) -> Any:
+        own = {rank: (dict(os.environ), streams, entrypoint, each) for rank, each in args.items()}
+        return start(entrypoint=_enter, args=own, start_method="forkserver", **options)
+
+    patch.setattr(elastic, "start_processes", start_forked)
 
 
-def _run_joined(rank: int, fn: Callable[..., Any], run: Any, num_replicas: int) -> Any:
-    from helios.launch.launcher import Launch
-    from helios.start.processes import joined
+def _enter(
+    variables: dict[str, str], streams: list[str], entrypoint: Callable[..., None], args: Any
+) -> None:
+    """Be what a new process is to its launcher, whose child it is not."""
+    from helios.launch import rank
 
-    with joined(Launch.read(), torch.device("cpu")):
-        return fn(rank, run, num_replicas)
+    os.setpgid(0, 0)
+    die_with_parent()
+    rank.end_with_launcher = lambda: None
+    os.environ.clear()
+    os.environ.update(variables)
+    for number, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    entrypoint(*args)
 
 
 def _end(process: Any) -> None:

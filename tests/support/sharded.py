@@ -197,9 +197,11 @@ def train_here(
     optimizer_loop: OptimizerLoop | None = None,
     **options: Any,
 ) -> None:
-    """Train as a rank, by iterations and with a checkpoint at each unless options say else."""
+    """Train as a rank, by iterations; where it is killed, with a checkpoint at each."""
     folder.mkdir(exist_ok=True)
-    given = {"train_unit": "iteration", "chkpt_root": folder, "chkpt_frequency": 1}
+    is_killed = any(isinstance(each, KillRank) for each in plugins)
+    given = {"train_unit": "iteration", "chkpt_root": folder}
+    given |= {"chkpt_frequency": 1 if is_killed else 2}
     given |= {"use_cpu": True, "print_banner": False, "plugins": plugins}
     trainer = helios.Trainer(**{**given, **options})
     if optimizer_loop is not None:

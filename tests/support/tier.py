@@ -11,6 +11,7 @@ import itertools
 import os
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +46,23 @@ def sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
                 continue
         kept.add(item)
     return kept
+
+
+def deal(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+    """Return the tests so that each worker begins with files of tests that are marked ``long``.
+
+    Each worker gets as many tests that follow each other; what is left of them, others take over
+    from the end.
+    """
+    by_file: defaultdict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            by_file[item.path].append(item)
+    files = list(by_file.values())
+    dealt: list[pytest.Item] = []
+    rest = iter([item for item in items if item.get_closest_marker("long") is None])
+    for worker in range(num_workers):
+        end = len(dealt) + (len(items) - len(dealt)) // (num_workers - worker)
+        dealt += itertools.chain.from_iterable(files[worker::num_workers])
+        dealt += itertools.islice(rest, max(0, end - len(dealt)))
+    return dealt + list(rest)

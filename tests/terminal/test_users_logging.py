@@ -16,6 +16,7 @@ import pytest
 import helios
 from helios.terminal.root_logger import RootLogger
 from tests.support.quiet import Quiet
+from tests.support.ranks import let_launcher_start_from_server
 from tests.typed.user_script import Line, Numbers
 
 _NAMES = ("helios", "helios.start.options", "py.warnings")
@@ -149,9 +150,10 @@ def require_once(text: str) -> None:
 
 @pytest.mark.shows("P130")
 def test_ranks_write_to_the_handlers_of_the_process_that_starts_them(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Handlers cannot be copied, so the launcher writes the lines of its ranks."""
+    let_launcher_start_from_server(monkeypatch)
     with as_it_was():
         handler = Lines()
         logging.getLogger().addHandler(handler)

@@ -7,7 +7,7 @@ from tests.planted.planting import fault
 TRAINING = "tests/sharding/test_sharded_training.py"
 SAME_BITS = f"{TRAINING}::test_sharded_networks_have_the_bits_of_whole_ones"
 RECOMPUTED = "tests/sharding/test_recomputation.py"
-CLIPPED = f"{TRAINING}::test_accumulated_and_clipped_the_bits_are_those_of_one_process"
+CLIPPED = f"{TRAINING}::test_a_killed_run_goes_on_in_other_processes"
 
 
 @fault(
