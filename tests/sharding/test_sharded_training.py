@@ -22,7 +22,7 @@ def cases(quick: list[tuple[int, int]], full: list[tuple[int, int]]) -> list[Any
 
 
 @pytest.mark.shows("P86")
-@pytest.mark.parametrize(("num_replicas", "num_processes"), cases([(3, 2)], MATRIX))
+@pytest.mark.parametrize(("num_replicas", "num_processes"), cases([(4, 4)], MATRIX))
 def test_sharded_networks_have_the_bits_of_whole_ones(
     tmp_path: Path, num_replicas: int, num_processes: int
 ) -> None:
