@@ -24,18 +24,9 @@ from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.storage import codec, files
 from tests.checkpoint.helpers import make_payload, save
 from tests.checkpoint.sharded_helpers import rows_of, save_sharded, write_rows
+from tests.support import faults
 
-OPERATIONS = (
-    "create",
-    "write",
-    "fsync",
-    "replace",
-    "unlink",
-    "fsync_folder",
-    "make_folder",
-    "write_text_durably",
-    "remove_empty_folder",
-)
+OPERATIONS = (*faults.OPERATIONS, "remove_empty_folder")
 
 OF_PYTORCH = ((torch, "save"), (FileSystem, "create_stream"), (FileSystem, "rename"))
 """With what torch.distributed.checkpoint writes."""

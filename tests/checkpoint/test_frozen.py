@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import helios
 from helios.checkpoint.loading import load
@@ -24,15 +23,9 @@ from helios.errors import (
 )
 from helios.plugins import EMA
 from helios.storage.content_hash import fingerprint
+from tests.test_finetune import Data
 
 REFERENCE = helios.CheckpointStore(frozen="reference")
-
-
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        x = torch.linspace(-1, 1, 32).unsqueeze(1)
-        self.train_dataset = self.create_dataset(TensorDataset(x, x.sin()), batch_size=8)
-        self.valid_dataset = self.create_dataset(TensorDataset(x, x.sin()), batch_size=8)
 
 
 class Net(helios.Model):

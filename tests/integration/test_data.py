@@ -78,8 +78,6 @@ def test_a_users_sampler_resumes_exactly(tmp_path: Path) -> None:
 
 
 class Wrapped(Sampler[int]):
-    """A sampler around a stock one."""
-
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 

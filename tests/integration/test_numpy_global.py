@@ -31,8 +31,6 @@ def numpy_of(*fields: int | str) -> np.random.RandomState:
 
 
 class Drawing(Dataset):
-    """Each sample is what it draws."""
-
     def __len__(self) -> int:
         return LENGTH
 
@@ -95,8 +93,6 @@ class DrawingModel(helios.Model):
 
 
 class DrawingData(helios.DataModule):
-    """Data that draws."""
-
     def __init__(self, *, num_workers: int = 0, validates: bool = True) -> None:
         super().__init__()
         self.num_workers, self.validates = num_workers, validates

@@ -222,8 +222,6 @@ def test_a_validation_runs_without_benchmarking_and_without_gradients(is_failing
 
 
 class Keeping(Quiet):
-    """A plugin with state."""
-
     def __init__(self, plug_id: str, value: int = 0) -> None:
         super().__init__(plug_id)
         self.value = value
@@ -301,8 +299,6 @@ def test_loops_are_replaced_by_their_path_and_resume(tmp_path: Path) -> None:
 
 
 class CountingEpochs(EpochLoop):
-    """An epoch loop with state of its own."""
-
     count = 0
 
     def advance(self) -> None:
@@ -378,8 +374,6 @@ def _telling(kind: type, letter: str, tell: Callable[[str], None], *names: str) 
 
 
 class Kept(Quiet):
-    """A plugin whose state stays."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"kept": 1}
 
@@ -388,8 +382,6 @@ class Kept(Quiet):
 
 
 class KeepingEpochs(EpochLoop):
-    """A loop with state."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"kept": 2}
 
@@ -455,8 +447,6 @@ def test_all_hooks_of_a_run_get_one_live_object() -> None:
 
 
 class Doubling(Quiet):
-    """Owns the training batch."""
-
     def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
         return batch * 2
 

@@ -33,8 +33,6 @@ class Logging(Model):
 
 
 class Numbers(DataModule):
-    """Four steps an epoch."""
-
     def setup(self) -> None:
         self.train_dataset = Steps(4)
 

@@ -22,6 +22,7 @@ from helios.ledger import Replay, diff, verify
 from helios.ledger.book import RunScores, read_scores
 from helios.ledger.compare import SCORES, LineComparison
 from helios.ledger.line import TAIL_BYTES, seal
+from tests.ledger import test_buffers
 
 TOTAL, EVERY = 12, 4
 TICKS = itertools.count()
@@ -79,15 +80,8 @@ class Exempt(Net):
 
 
 def make_trainer(folder: Path, **options: Any) -> helios.Trainer:
-    return helios.Trainer(
-        train_unit="iteration",
-        **{"total_steps": TOTAL, "valid_frequency": EVERY, "chkpt_frequency": 3} | options,
-        chkpt_root=folder,
-        random_seed=1,
-        use_cpu=True,
-        print_banner=False,
-        enable_progress_bar=False,
-    )
+    frequencies = {"valid_frequency": EVERY, "chkpt_frequency": 3}
+    return test_buffers.make_trainer(folder, **frequencies | {"total_steps": TOTAL} | options)
 
 
 def train(

@@ -14,7 +14,7 @@ import torch
 import helios
 from helios.loops.boundary import Boundary
 from helios.start import fit as start
-from helios.start import run as runs
+from helios.start import model_setup
 from tests.sharding.test_sharded_training import cases
 from tests.support.keyed import GPT, Keyed, KeyedModel, fit_keyed, read_bits, train_keyed
 from tests.support.live_bytes import LiveBytes
@@ -112,7 +112,8 @@ def measure(rank: int, folder: Path, setting: Keyed, *plugins: Any) -> dict[str,
     live = LiveBytes()
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(runs, "build_networks", live.around("init", runs.build_networks))
+        build = live.around("init", model_setup.build_networks)
+        patch.setattr(model_setup, "build_networks", build)
         patch.setattr(start, "load_checkpoint", live.around("load", start.load_checkpoint))
         for owner, name, phase in METHODS:
             method = functools.partialmethod(_measured, live, phase, getattr(owner, name))

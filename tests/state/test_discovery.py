@@ -11,17 +11,7 @@ from torch import nn
 from helios.errors import ArgumentTypeError, StateError
 from helios.state.discovery import Discovery
 from tests.state.owners import Owner, bits, network, started
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.count = state_dict["count"]
+from tests.support.matrix.values import Tally
 
 
 def _paths(owner: object) -> list[str]:
@@ -50,8 +40,8 @@ def _state_with(**attributes: Any) -> dict[str, Any]:
 
 
 def test_missing_and_left_over_objects_are_named_before_anything_changes() -> None:
-    saved = _state_with(net=nn.Linear(2, 2), gone=Counter(), lost=nn.Parameter(torch.zeros(1)))
-    owner = Owner(net=nn.Linear(2, 2), new=[Counter()], bias=nn.Parameter(torch.zeros(1)), best=1)
+    saved = _state_with(net=nn.Linear(2, 2), gone=Tally(), lost=nn.Parameter(torch.zeros(1)))
+    owner = Owner(net=nn.Linear(2, 2), new=[Tally()], bias=nn.Parameter(torch.zeros(1)), best=1)
     before = bits(owner.net.state_dict())
     saved["values"] = {"": {"best": 2}, "stuff": {"count": 1}}
     with pytest.raises(StateError) as error:
@@ -73,18 +63,18 @@ def test_a_refused_state_is_an_error_that_names_the_path() -> None:
 def test_objects_that_came_or_went_after_setup_are_named_when_they_are_saved(
     said: list[str],
 ) -> None:
-    owner = Owner(old=Counter())
+    owner = Owner(old=Tally())
     discovery = started(owner)
     del owner.old
-    owner.new = Counter()
+    owner.new = Tally()
     owner.bias = nn.Parameter(torch.zeros(1))
     discovery.capture()
     discovery.capture()
     assert len(said) == 1
     for path in (
         "bias (added",
-        "new (nothing after setup, Counter now",
-        "old (Counter after setup",
+        "new (nothing after setup, Tally now",
+        "old (Tally after setup",
     ):
         assert path in said[0]
 
