@@ -355,7 +355,6 @@ class ScoringLoop(EvaluationLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._logged: dict[str, tuple[Any, float]] = {}
         self._log = StepLog(self._find_batch_size, self._keep_logged)
 
     def _find_batch_size(self) -> int | None:
@@ -368,6 +367,7 @@ class ScoringLoop(EvaluationLoop):
     def reset(self) -> None:
         """Begin a pass with empty totals."""
         super().reset()
+        self._logged: dict[str, tuple[Any, float]] = {}
         block = self._parts.replicas.local_replicas
         self._totals = {replica: Totals(self.step_name) for replica in block}
 
