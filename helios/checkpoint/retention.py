@@ -140,12 +140,12 @@ class CheckpointStore:
     @property
     def keeps_all(self) -> bool:
         """Whether there is no retention rule."""
-        return self.keep_last is None and not self.needs_sidecars
+        return self.keep_last is None and not needs_sidecars(self)
 
-    @property
-    def needs_sidecars(self) -> bool:
-        """Whether the retention rules need more than the names of the files."""
-        return self.keep_every is not None or self.keep_best is not None
+
+def needs_sidecars(options: CheckpointStore) -> bool:
+    """Return whether the rules need more than the names of the files."""
+    return options.keep_every is not None or options.keep_best is not None
 
 
 def _is_count(value: Any) -> bool:
@@ -211,7 +211,7 @@ def plan(
         kept |= {entry.path for entry in ranked if _is_multiple(entry, options.keep_every)}
     if options.keep_best is not None:
         kept |= {entry.path for entry in find_best(ranked, options.keep_best.rule)}
-    if options.needs_sidecars:
+    if needs_sidecars(options):
         kept |= {entry.path for entry in ranked if not entry.is_known}
     return [entry for entry in ranked if entry.path not in kept]
 

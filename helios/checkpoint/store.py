@@ -17,10 +17,10 @@ from typing import Any
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.loading import RECORD_NAME, Loaded, join_digests, load_checkpoint
-from helios.checkpoint.retention import CheckpointStore, Entry, plan, with_sidecar
+from helios.checkpoint.retention import CheckpointStore, Entry, needs_sidecars, plan, with_sidecar
 from helios.checkpoint.sidecar import Sidecar
 from helios.core.sharded_tensors import RowShare
-from helios.errors import DamagedCheckpointError
+from helios.errors import DamagedCheckpointError, StateError
 from helios.storage import codec, files
 from helios.storage.files import FileFacts
 from helios.storage.staging import HostBuffers
@@ -58,9 +58,18 @@ class PendingCheckpoint:
             buffers: copy all tensors into these, so that training may continue before the commit.
 
         Raises:
-            StateError: for a value that could not be loaded again.
+            StateError: for a value that could not be loaded again, or counters that disagree with
+                its name or sidecar.
             MemoryError: if the copies do not fit.
         """
+        # Hooks may have changed the counters, from which name and sidecar are made.
+        if file_names.parse(self.path) is None:
+            raise StateError(f"The checkpoint {self.path.name} must name its epoch and iteration.")
+        try:
+            loading.check_agreement(self.path.name, self.payload, self.sidecar)
+        except DamagedCheckpointError as error:
+            text = f"The checkpoint would be refused when it is loaded: {error}"
+            raise StateError(text) from None
         types = list(self.safe_types)
         self.code = codec.encode(self.payload, where="", safe_types=types, buffers=buffers)
         self.payload = {}
@@ -168,7 +177,7 @@ class RunFolder:
             return
         try:
             own = [entry for entry in self.entries() if file_names.belongs_to(entry.path, run_name)]
-            if self.options.needs_sidecars:
+            if needs_sidecars(self.options):
                 own = [self._known.get(entry.path) or with_sidecar(entry) for entry in own]
                 self._known = {entry.path: entry for entry in own if entry.is_known}
             doomed = plan(own, self.options, self._protected | {written})

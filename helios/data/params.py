@@ -14,10 +14,13 @@ from helios.data.samplers import ResumableSamplerType
 from helios.errors import ArgumentError, ArgumentTypeError
 
 _LOGGER = logging.getLogger(__name__)
-_OF_WORKERS = (
-    *("persistent_workers", "prefetch_factor", "multiprocessing_context", "worker_init_fn"),
-    "worker_timeout",
-)
+_WORKER_OPTIONS: dict[str, Any] = {
+    "persistent_workers": False,
+    "prefetch_factor": None,
+    "multiprocessing_context": None,
+    "worker_init_fn": None,
+    "worker_timeout": 300.0,
+}
 
 
 def _is_int(value: Any, *, least: float = -math.inf) -> bool:
@@ -137,5 +140,4 @@ class DataLoaderParams:
 
     def without_workers(self) -> DataLoaderParams:
         """Return a copy that fetches in the training process."""
-        options: dict[str, Any] = {name: getattr(DataLoaderParams, name) for name in _OF_WORKERS}
-        return dataclasses.replace(self, num_workers=0, **options)
+        return dataclasses.replace(self, num_workers=0, **_WORKER_OPTIONS)

@@ -256,22 +256,22 @@ class StandaloneEngine:
         """
         launch = Launch.read()
         info = _find_place(launch, rank, world_size)
-        if self.device.type == "cuda":
-            self.device = _choose_gpu(self.device, launch, info)
-            torch.cuda.set_device(self.device)
-        if is_dist_active() or (rank is None and info.world_size == 1):
-            return
+        is_alone = is_dist_active() or (rank is None and info.world_size == 1)
         meeting = meeting or launch.meeting
-        if info.world_size > 1 and not meeting:
+        if not is_alone and info.world_size > 1 and not meeting:
             raise UsageError(
                 f"Engine.setup_process(world_size={info.world_size}) must know where the processes "
                 'meet. Pass e.g. meeting="file:///tmp/run-17" of a file that does not exist yet, '
                 "start the script with torchrun, or let Engine.spawn start the processes."
             )
-        gpu = self.device if self.device.type == "cuda" else None
-        backend = "gloo" if gpu is None else "nccl"
-        join_group(info, backend=backend, meeting=meeting, device=gpu)
-        self._has_joined = True
+        gpu = None
+        if self.device.type == "cuda":
+            gpu = self.device = _choose_gpu(self.device, launch, info)
+            torch.cuda.set_device(gpu)
+        if not is_alone:
+            backend = "gloo" if gpu is None else "nccl"
+            join_group(info, backend=backend, meeting=meeting, device=gpu)
+            self._has_joined = True
 
     def cleanup_process(self, *, is_failing: bool = False) -> None:
         """Leave the group that :meth:`setup_process` has joined, if any.

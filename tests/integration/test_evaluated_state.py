@@ -61,8 +61,6 @@ class Swapping(torch.optim.Optimizer):
 
 
 class Rows(Dataset[Any]):
-    """Counts how often its rows are read."""
-
     def __init__(self) -> None:
         self.x = torch.randn(BATCHES * 6, 3, generator=torch.Generator().manual_seed(1))
         self.num_read = 0
@@ -132,8 +130,6 @@ class Net(helios.Model):
 
 
 class Counting(EpochLoop):
-    """Counts epochs in an attribute."""
-
     num_begun = 0
 
     def on_run_start(self, *args: Any) -> None:

@@ -20,8 +20,6 @@ LENGTH = 26
 
 
 class Indices(Dataset[Any]):
-    """Samples that return their own index."""
-
     def __len__(self) -> int:
         return LENGTH
 

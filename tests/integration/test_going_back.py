@@ -104,8 +104,6 @@ def test_a_run_that_went_back_stays_on_its_new_branch_over_three_kills(
 
 
 class _Plain(Dataset):
-    """Samples without augmentation."""
-
     def __len__(self) -> int:
         return NUM_SAMPLES
 

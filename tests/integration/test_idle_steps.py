@@ -31,8 +31,6 @@ class Points(helios.DataModule):
 
 
 class Net(helios.Model):
-    """A network whose step is up to the test."""
-
     def __init__(self, step: Callable[[Any, Tensor], Any], *, has_batch_norm: bool = False) -> None:
         super().__init__("net")
         self.step = step

@@ -32,8 +32,6 @@ MOVED = "is not what the run was trained on"
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Samples that are their index, with noise."""
-
     unsaved = ("shift",)
 
     def __init__(self, shift: float = 0.0) -> None:

@@ -12,7 +12,7 @@ import torch
 import helios
 from helios.core import rng
 from helios.engines.engine import Engine
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, StateError
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS
 from helios.loops.epoch import EpochLoop
@@ -379,6 +379,20 @@ class Kept(Quiet):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert state_dict == {"kept": 1}
+
+
+@pytest.mark.parametrize(("number", "text"), [(2.0, "would be refused"), (-2, "must name its")])
+def test_counters_that_a_hook_spoils_are_not_saved(
+    tmp_path: Path, number: float, text: str
+) -> None:
+    class Spoiling(Quiet):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["training_state"]["global_iteration"] = number
+
+    trainer = make_trainer(chkpt_root=tmp_path, chkpt_frequency=2, plugins=[Spoiling()])
+    with pytest.raises(StateError, match=text):
+        trainer.fit(Linear(), Numbers(4, 1))
+    assert not [*tmp_path.rglob("*.pth")]
 
 
 class KeepingEpochs(EpochLoop):

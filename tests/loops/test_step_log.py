@@ -21,8 +21,6 @@ LENGTH = 11
 
 
 class Indices(Dataset[Any]):
-    """Samples that return their own index."""
-
     def __len__(self) -> int:
         return LENGTH
 

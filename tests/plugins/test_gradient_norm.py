@@ -53,8 +53,6 @@ def test_the_norms_are_those_before_clipping(norm_type: float) -> None:
 
 
 class Manual(SmallModel):
-    """Steps its optimizer itself."""
-
     def train_step(self, batch: Any, state: Any) -> None:
         super().train_step(batch, state)
 
