@@ -148,12 +148,10 @@ class LossMeans(IterationListener):
 
     Attributes:
         nonfinite: the first loss of this start that was not finite; empty if all were.
-        replica: the replica whose step is running.
     """
 
     def __init__(self) -> None:
         self.nonfinite = ""
-        self.replica = 0
         self._state = TrainingState()
         self._viewers: tuple[Viewer, ...] = ()
         self._losses: _Totals = {}
@@ -191,25 +189,26 @@ class LossMeans(IterationListener):
         if iteration.is_last:
             self.report_nonfinite()
 
-    def add_beside(self, name: str, number: Any, weight: float = 1.0) -> None:
-        """Add what the step of a replica logs, or has returned along with its losses.
+    def add_beside(self, replica: int, numbers: Mapping[str, Any]) -> None:
+        """Add what the step of a replica has logged, or has returned along with its losses.
 
         Args:
-            name: its name.
-            number: a number, or a sum with its weight.
-            weight: the weight.
+            replica: the replica.
+            numbers: by name; each alone, or as a sum with its weight.
         """
-        totals = self._beside.get(self.replica)
-        if totals is None:
-            totals = self._beside[self.replica] = {}
-        total = totals.get(name)
-        if total is None or type(number) is not float or type(total.sums) is not list:
-            self._add_other(totals, name, _read(number), weight)
-            return
-        total.count += weight
-        sums = total.sums
-        for viewer in self._viewers:
-            sums[viewer] += number
+        totals = self._beside.setdefault(replica, {})
+        for name, number in numbers.items():
+            weight = 1.0
+            if type(number) is tuple:
+                number, weight = number
+            total = totals.get(name)
+            if total is None or type(number) is not float or type(total.sums) is not list:
+                self._add_other(totals, name, _read(number), weight)
+                continue
+            total.count += weight
+            sums = total.sums
+            for viewer in self._viewers:
+                sums[viewer] += number
 
     def _add_other(
         self, totals: _Totals, name: str, number: float | Tensor | None, weight: float = 1

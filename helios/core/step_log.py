@@ -1,4 +1,4 @@
-"""The numbers that a step logs with ``Model.log``, as values times weights."""
+"""The numbers that a step logs with ``Model.log``: sums of values times weights, by name."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from helios.errors import ArgumentError, ArgumentTypeError
 
 @final
 class StepLog:
-    """Hands on the numbers of a step, in float64 and without waiting for the device.
+    """Adds up the numbers of a step, in float64 and without waiting for the device.
 
     Args:
         find_size: returns the number of samples of the batch; ``None`` if it is unknown.
-        keep: takes a name, a value times its weight, and the weight.
+
+    Attributes:
+        sums: the sum and the weight of each name; its reader begins with an empty table again.
     """
 
-    def __init__(
-        self, find_size: Callable[[], int | None], keep: Callable[[str, Any, float], None]
-    ) -> None:
+    def __init__(self, find_size: Callable[[], int | None]) -> None:
         self._find_size = find_size
-        self._keep = keep
+        self.sums: dict[str, tuple[Any, float]] = {}
 
     def add(self, name: str, value: Any, weight: float | None) -> None:
         """Add a value.
@@ -40,17 +40,19 @@ class StepLog:
             ArgumentError: if no weight is given, and the samples of the batch are not known.
         """
         # Operations on Python's floats are those of float64, and cost a tenth.
-        if type(value) is Tensor and value.is_cpu and not value.ndim:
+        if type(value) is Tensor and value.is_cpu and value.numel() == 1:
             value = value.item()
         if type(value) is not float or type(name) is not str:
             value = _check(name, value)
         if weight is None:
             weight = self._find_size()
-            if weight is None:
-                raise _make_weight_error(name, weight)
-        elif not 0 <= weight < math.inf:
+        if weight is None or not 0 <= weight < math.inf:
             raise _make_weight_error(name, weight)
-        self._keep(name, value * weight, weight)
+        known = self.sums.get(name)
+        if known is None:
+            self.sums[name] = value * weight, weight
+        else:
+            self.sums[name] = known[0] + value * weight, known[1] + weight
 
 
 def _check(name: str, value: Any) -> float | Tensor:

@@ -86,8 +86,8 @@ class EpochLoop(Loop):
     """The default epoch loop."""
 
     _bound: ClassVar[str] = (
-        "_batch_ended _batch_started _boundary _engine _iteration _iteration_ended _loss_means "
-        "_runner _schedule _shared _state _step_ended _step_started _train"
+        "_batch_ended _batch_started _boundary _engine _iteration _iteration_ended _runner "
+        "_schedule _shared _state _step_ended _step_started _train"
     )
     _internals: ClassVar[str] = (
         f"{_bound} _batches _has_left _is_complete _is_over _kind _num_done "
@@ -111,7 +111,7 @@ class EpochLoop(Loop):
     def _bind(self, parts: RunParts) -> None:
         self._engine, self._schedule = parts.engine, parts.schedule
         self._runner, self._shared = parts.runner, parts.shared_runner
-        self._iteration, self._loss_means = parts.iteration, parts.loss_means
+        self._iteration = parts.iteration
         self._iteration_ended = parts.listeners.iteration_ended
         child = self.batch_loop
         # Helios' own has one round for each batch.
@@ -233,7 +233,6 @@ class EpochLoop(Loop):
         run = self._run
         for replica, batch in zip(self._parts.replicas.local_replicas, batches, strict=True):
             shared.begin(replica, opens_window=opens_window)
-            self._loss_means.replica = replica
             run.batch = run.raw_batch = batch
             shared.has_collected = False
             self._train(batch)

@@ -351,23 +351,16 @@ def write_scores(sums: Mapping[str, tuple[Any, Any]], scores: dict[str, Any]) ->
 class ScoringLoop(EvaluationLoop):
     """Base of passes whose steps return scores; the result is True, or None without data."""
 
-    _internals: ClassVar[str] = "_logged _totals"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._log = StepLog(self._find_batch_size, self._keep_logged)
+    _internals: ClassVar[str] = "_totals"
 
     def _find_batch_size(self) -> int | None:
         return self._batch_size
 
-    def _keep_logged(self, name: str, number: Any, weight: float) -> None:
-        known = self._logged.get(name, (0.0, 0.0))
-        self._logged[name] = known[0] + number, known[1] + weight
-
     def reset(self) -> None:
         """Begin a pass with empty totals."""
         super().reset()
-        self._logged: dict[str, tuple[Any, float]] = {}
+        # What a failed pass has logged is not in the next one.
+        self._log = StepLog(self._find_batch_size)
         block = self._parts.replicas.local_replicas
         self._totals = {replica: Totals(self.step_name) for replica in block}
 
@@ -379,8 +372,9 @@ class ScoringLoop(EvaluationLoop):
     def _add_result(self, result: Any, replica: int = 0, size: int | None = None) -> None:
         suffix = f"/{self.source.name or self._loader}" if len(self._sources) > 1 else ""
         self._totals[replica].add(result, suffix, size=size)
-        self._totals[replica].add(self._logged, suffix)
-        self._logged = {}
+        if self._log is not None and self._log.sums:
+            logged, self._log.sums = self._log.sums, {}
+            self._totals[replica].add(logged, suffix)
 
     def _compare(self) -> None:
         if not self._run.is_sanity_check:

@@ -74,7 +74,6 @@ class FitLoop(Loop):
         files = (Viewer.FILES,) if schedule.logs else ()
         scores = (Viewer.VALIDATION,) if schedule.valid_frequency is not None else ()
         parts.loss_means.serve((*files, *scores, *parts.display.viewers))
-        parts.loss_means.replica = parts.runner.replica
         if run.is_resumed:
             parts.hooks.emit("on_training_resume", run.state)
             parts.finish_load(done == total)

@@ -52,9 +52,9 @@ class OptimizerLoop(Loop):
 
     _bound: ClassVar[str] = (
         "_apart _backward_ended _backward_started _engine _forward _gradients _has_begun "
-        "_has_own_losses _holders _is_committed _iteration _last_batch _log _loss_means _model "
-        "_optimizers _own_backward _reads_gradients _runner _shared _shown _skips _take_step "
-        "_unreached _updated_in _updates _weights"
+        "_has_own_losses _holders _is_committed _iteration _last_batch _model _optimizers "
+        "_log _own_backward _reads_gradients _runner _shared _shown _skips _take_step _unreached "
+        "_updated_in _updates _weights"
     )
     _internals: ClassVar[str] = f"{_bound} _is_done _order"
 
@@ -70,8 +70,7 @@ class OptimizerLoop(Loop):
         self._model, self._engine, self._gradients = parts.model, parts.engine, parts.gradients
         self._runner, self._shared = parts.runner, parts.shared_runner
         self._iteration = parts.iteration
-        self._loss_means = parts.loss_means
-        self._log = StepLog(parts.find_batch_size, parts.loss_means.add_beside)
+        self._log = StepLog(parts.find_batch_size)
         self._forward = Forward(parts, "train_step")
         self._updates = Updates(parts)
         self._has_own_losses = type(self).losses is not OptimizerLoop.losses
@@ -202,10 +201,13 @@ class OptimizerLoop(Loop):
         for result in results:
             if isinstance(result, dict):
                 numbers |= result
-        for name, part in numbers.items():
-            if name != "loss" and _is_number(part):
-                number = part.detach() if isinstance(part, Tensor) else part
-                self._loss_means.add_beside(str(name), number)
+        shown = {
+            str(name): part.detach() if isinstance(part, Tensor) else part
+            for name, part in numbers.items()
+            if name != "loss" and _is_number(part)
+        }
+        if shown:
+            self._iteration.loss_means.add_beside(self._runner.replica, shown)
 
     def advance(self, batch: Any) -> None:
         """Train on one micro-batch, and make the updates at the end of a window.
@@ -230,6 +232,9 @@ class OptimizerLoop(Loop):
                 else:
                     num_shared += 1
                     self._backward(each)
+            if self._log.sums:
+                logged, self._log.sums = self._log.sums, {}
+                self._iteration.loss_means.add_beside(runner.replica, logged)
             if runner.has_collected:
                 self._end_step(num_shared, watch)
             else:

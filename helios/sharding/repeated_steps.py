@@ -72,7 +72,7 @@ def without_trace(parts: RunParts) -> Iterator[None]:
     backup = Backup([parts.model, *parts.plugins.values()], leave=is_sharded)
     requests = parts.agreement.remember()
     run.is_repeating = True
-    parts.model._step_log = StepLog(lambda: 1, lambda *logged: None)
+    parts.model._step_log = StepLog(lambda: 1)
     try:
         with log.muted_tensorboard():
             yield
