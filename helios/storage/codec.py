@@ -189,10 +189,10 @@ def read_structure(path: Path, find_sharded: FindSharded | None = None) -> tuple
         OSError: if the file cannot be opened or read.
     """
     check_directory(path)
-    names: list[str] = []
-    try:
-        tree = _map(path, ())
-    except Exception:
+    names: list[str] | None = None
+    with contextlib.suppress(Exception):
+        tree, names = _map(path, ()), []
+    if names is None:
         names = unsafe_globals(path)
         try:
             tree = _map(path, [(stand_in(name), name) for name in names])

@@ -77,14 +77,15 @@ def read_sums(value: Any) -> Content | Sums:
     forms, sums = [], []
     try:
         for tensor in members:
+            if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+                return read_safely(value)
             form = tensor.dtype, tensor.shape
             memory, address = _memory_of(form), tensor.data_ptr()
-            is_plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
-            if memory is None or not address or not is_plain:
+            if memory is None or not address:
                 return read_safely(value)
             forms.append(form)
             sums.append(crc32(memory.from_address(address)))
-    except RuntimeError:  # of a layout without memory of its own
+    except Exception:  # such as of a layout without memory of its own
         return read_safely(value)
     return (tuple(value) if is_named else kind.__name__), tuple(forms), sums
 
