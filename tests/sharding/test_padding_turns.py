@@ -18,6 +18,7 @@ from tests.support.ranks import run_ranks
 from tests.support.sharded import WIDTH, WORDS
 
 NUM_ITERATIONS = 3  # as fit() trains
+SHARED = torch.Generator().manual_seed(1)
 
 
 class Draws(Quiet):
@@ -58,7 +59,8 @@ class Moving(helios.Model):
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
         if state.global_iteration >= self.since:
-            torch.rand(1, generator=self.draws)
+            for each in (self.draws, SHARED):
+                torch.rand(1, generator=each)
             self.net.calls += 1
             self.row += 1.0
             self.fresh = self.count = self.count + 1
@@ -80,6 +82,7 @@ def _fit(rank: int, folder: Path, since: int) -> list[Any]:
         torch.rand(1, generator=again)
     assert again.get_state().equal(plugin.own.get_state())
     assert again.get_state().equal(model.draws.get_state())
+    assert again.get_state().equal(SHARED.get_state())
     return [count, *(float(each.sum()) for each in model.net.buffers())]
 
 

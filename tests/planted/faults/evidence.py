@@ -27,11 +27,11 @@ def the_hash_of_a_line_is_not_compared(unseal, data, chain):
     return json.loads(data[: -line.TAIL_BYTES] + b"}"), line.stated_hash(data)
 
 
-@fault("helios.ledger.line:write_float", WRITER)
-def a_line_rounds_its_numbers(write_float, number):
+@fault("helios.ledger.line:_digits", WRITER)
+def a_line_rounds_its_numbers(digits, number):
     import struct
 
-    return write_float(struct.unpack("f", struct.pack("f", number))[0])
+    return digits(struct.unpack("f", struct.pack("f", number))[0])
 
 
 @fault("helios.ledger.writer:write_iteration", WRITER)
