@@ -12,7 +12,6 @@ from tests.support.quiet import Quiet
 
 
 def test_the_plugin_for_cuda_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A RuntimeError."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert CUDAPlugin.plugin_id == "cuda"
     with pytest.raises(RuntimeError, match="CUDA"):
@@ -35,3 +34,4 @@ def test_a_plugin_lets_exceptions_pass_through_the_trainer() -> None:
     assert trainer.train_exceptions == [KeyError, ValueError, OSError]
     assert trainer.test_exceptions == [RuntimeError]
     assert "pruning" in trainer.plugins
+    assert not any(vars(Pruning("pruning").unique_overrides).values())
