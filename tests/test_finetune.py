@@ -37,8 +37,6 @@ class Data(helios.DataModule):
 
 
 class Net(helios.Model):
-    """A body and a head."""
-
     width = 1
 
     def __init__(self, save_name: str = "net", change: Callable[[Any], None] | None = None) -> None:

@@ -182,8 +182,6 @@ def wrap(base: nn.Module) -> Any:
 
 
 class Adapted(Net):
-    """Trains adapters of PEFT."""
-
     def setup(self, fast_init: bool = False) -> None:
         super().setup()
         self.base = wrap(self.base)

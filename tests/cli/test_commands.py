@@ -30,8 +30,6 @@ COMMANDS = {
 
 
 class Ran:
-    """What a command gave."""
-
     def __init__(self, capsys: pytest.CaptureFixture[str], *words: str | Path) -> None:
         try:
             self.code = main([str(word) for word in words])

@@ -143,8 +143,6 @@ def test_signals_wait_for_a_process_that_does_not_take_them_yet() -> None:
 
 
 class Stuck(Dataset):
-    """Its samples never come."""
-
     def __init__(self) -> None:
         self.has_begun = FORK.Event()
 

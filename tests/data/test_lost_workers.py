@@ -299,8 +299,6 @@ def test_a_batch_that_cannot_be_pickled_is_an_error_at_once(streams: bool) -> No
 
 
 class Failing(Indices):
-    """One sample is missing."""
-
     def __getitem__(self, index: int) -> int:
         if index == 2:
             raise FileNotFoundError("sample 2")

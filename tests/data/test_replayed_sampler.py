@@ -58,8 +58,6 @@ class Declared(Counting):
 
 
 class WithState(Counting):
-    """Saves what it counts."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"passes": self.passes}
 

@@ -48,15 +48,11 @@ class Changing(Dataset[torch.Tensor]):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a run is made."""
-
     num_workers: int = 0
     num_replicas: int = 1
 
 
 class Data(helios.DataModule):
-    """The data of a setting."""
-
     def __init__(self, setting: Setting) -> None:
         super().__init__()
         self.setting = setting

@@ -73,8 +73,6 @@ class OnPurposeError(RuntimeError):
 
 
 class RaiseIn(Quiet):
-    """Raises in a named event."""
-
     def __init__(self, event: str, error: type[BaseException] = OnPurposeError) -> None:
         super().__init__("raise-in")
         self.error = error

@@ -25,8 +25,6 @@ STEPS, SAVED = 4, 2
 
 
 class Row(NamedTuple):
-    """A row of the page."""
-
     thread: str
     ranks: str
     communicates: str
@@ -77,8 +75,6 @@ def has_group() -> bool:
 
 
 class Happening(Quiet):
-    """An error after a step."""
-
     def __init__(self, fails_after: int) -> None:
         super().__init__("happening")
         self._fails_after = fails_after

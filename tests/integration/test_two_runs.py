@@ -30,8 +30,6 @@ _SETTING = Setting(
 
 
 class PauseAt(Quiet):
-    """Pauses at an iteration."""
-
     unsaved = ("pause", "iteration")
 
     def __init__(self, iteration: int, pause: Callable[[], None]) -> None:

@@ -19,8 +19,6 @@ from helios.storage.content_hash import read_safely
 
 
 class Holder:
-    """Stands for the model."""
-
     def __init__(self) -> None:
         self.weight = torch.nn.Parameter(torch.ones(3))
         self.optimizer = torch.optim.SGD([self.weight], lr=0.5, momentum=0.9)

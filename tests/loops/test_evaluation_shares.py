@@ -202,8 +202,6 @@ def test_no_data_is_an_error_and_no_batch_is_none(rows: list[Any]) -> None:
 
 
 class Odd(Scorer):
-    """Gives what is no score."""
-
     def valid_step(self, batch: Any, step: int, dataloader_idx: int | None = None) -> Any:
         return {"score": 1.0}
 

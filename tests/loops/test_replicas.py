@@ -81,8 +81,6 @@ def test_what_has_no_mean_is_refused() -> None:
 
 
 class Yielding(Sums):
-    """Yields its loss."""
-
     def train_step(self, batch: Any, state: TrainingState) -> Any:
         yield super().train_step(batch, state)
 

@@ -133,8 +133,6 @@ class _Squares(helios.DataModule):
 
 
 class _Parts:
-    """A part of the numbers."""
-
     def __init__(self, index: int, count: int) -> None:
         self.index, self.count = index, count
 

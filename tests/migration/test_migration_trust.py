@@ -18,8 +18,6 @@ STATE = {"current_iteration": 4, "global_iteration": 4, "global_epoch": 1, "data
 
 
 class Call:
-    """Pickled as a call."""
-
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._call = (function, arguments)
 

@@ -86,8 +86,6 @@ class Guessing(ElasticModel):
 
 
 class Unlike(Seen):
-    """Cannot be merged."""
-
     merge_state = None  # type: ignore[assignment]
 
 

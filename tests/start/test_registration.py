@@ -20,8 +20,6 @@ from tests.support.runs import Setting, train
 
 
 class Owner(Quiet):
-    """Owns the training batch."""
-
     def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
         return batch
 

@@ -48,8 +48,6 @@ class SplitAtTheTop(Rows):
 
 
 class Holding(Rows):
-    """Rows beside any value."""
-
     def __init__(self, held: Any) -> None:
         super().__init__()
         self.held = held

@@ -167,6 +167,32 @@ class Average:
         self.shadow, self.seen = state_dict["shadow"], state_dict["seen"]
 
 
+class Filled(Average):
+    """Gets its tensors in training."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Module())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "seen": self.seen}
+
+
+def _filled() -> Any:
+    nets = _nets()
+    return _with(_two_groups(nets), nets, average=Filled(), weight=None, row=None)
+
+
+def _fill(owner: Any) -> None:
+    shadow = owner.average.shadow
+    if not shadow:
+        shadow["weight"] = owner.nets["a"].weight.detach().clone()
+        owner.weight, owner.row = shadow["weight"], shadow["weight"][1]
+    owner.weight.mul_(0.5)
+    owner.row.add_(1)
+    with torch.no_grad():
+        owner.nets["a"].weight.add_(shadow["weight"])
+
+
 def _average(*, is_first: bool) -> Callable[[], Any]:
     def make() -> Any:
         nets = _nets()
@@ -223,6 +249,7 @@ _CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "a wrapper of two": (_wrapper, _halve_wrapped),
     "an average, held first": (_average(is_first=True), _use_average),
     "an average, held last": (_average(is_first=False), _use_average),
+    "an average that training fills": (_filled, _fill),
     "a list in an extra state": (_extra, _use_items),
 }
 

@@ -180,8 +180,6 @@ def test_what_cannot_be_saved_is_named_once_in_one_warning_with_the_remedy(
 
 
 class Holder:
-    """An object of attributes."""
-
     def __init__(self, content: Any = None) -> None:
         self.content = content
 

@@ -15,8 +15,6 @@ from tests.state.owners import Owner, resumed, started, through_a_file
 
 
 class LoudRandom(random.Random):
-    """Counts its draws."""
-
     draws = 0
 
     def random(self) -> float:
@@ -138,8 +136,6 @@ def test_objects_that_are_hooks_on_parameters_and_optimizers_come_back(said: lis
 
 
 class Helper:
-    """Counts in its class."""
-
     made = 0
 
     def __init__(self) -> None:

@@ -204,3 +204,12 @@ def test_a_member_of_a_data_set_that_outgrows_what_is_saved_is_named_once(
     del mined.hard[2:]
     states, missing = owners.capture({})
     assert (saved_attributes(states["data set"])["hard"], missing) == ([1, 0], {})
+
+
+def test_a_member_that_had_outgrown_before_a_resume_is_missing_after_it(said: list[str]) -> None:
+    mined = Mined()
+    owners = _started(Owner("data set", mined, is_data=True))
+    owners.note_named(["data set: hard"])
+    _grow(mined)
+    assert list(owners.capture({})[1]) == ["data set: hard"]
+    assert not said, "the last start has named it"

@@ -20,8 +20,6 @@ from tests.support.matrix.values import Tally
 
 
 class Holder:
-    """An object of attributes."""
-
     def __init__(self, content: Any = None) -> None:
         self.content = content
 

@@ -15,8 +15,6 @@ LENGTH = 10_000
 
 
 class Net(nn.Module):
-    """A buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(2))

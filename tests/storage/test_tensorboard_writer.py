@@ -126,3 +126,14 @@ def test_files_that_are_gone_or_shorter_are_warned_of(
     assert gone in record.message
     assert shorter in record.message
     assert whole not in record.message
+
+
+def test_every_kind_of_data_is_written(writer: TensorboardWriter, tmp_path: Path) -> None:
+    writer.setup(tmp_path)
+    writer.add_image("image", torch.rand(3, 4, 4), 1)
+    writer.add_images("images", torch.rand(2, 4, 4, 3), 1, dataformats="NHWC")
+    writer.add_text("text", "**bold**", 1)
+    writer.add_pr_curve("curve", torch.tensor([0, 1]), torch.tensor([0.2, 0.7]), 1)
+    writer.close()
+    tags = {tag for _, tag, _, _ in read_points(tmp_path)}
+    assert tags == {"image", "images", "text/text_summary", "curve"}

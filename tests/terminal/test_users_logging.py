@@ -23,8 +23,6 @@ _NAMES = ("helios", "helios.start.options", "py.warnings")
 
 
 class Lines(logging.Handler):
-    """Keeps what it is given."""
-
     def __init__(self, level: int = logging.NOTSET) -> None:
         super().__init__(level)
         self.lines: list[tuple[str, str]] = []
@@ -125,8 +123,6 @@ def test_a_handler_of_the_user_gets_each_line_once_and_the_screen_none(
 
 
 class Failing(Quiet):
-    """Fails on rank 1 only."""
-
     def on_training_end(self) -> None:
         logging.getLogger("helios.users").info("rank %d is here", self.global_rank)
         if self.global_rank == 1:
