@@ -25,11 +25,12 @@ from helios.ledger.line import step_of
 from helios.ledger.writer import LedgerWriter
 from helios.listeners import Recorder
 from helios.start.changes import Declared
-from helios.start.fit import set_up_training, train
+from helios.start.fit import train
 from helios.start.level import Reproducibility
 from helios.start.origin import Origin, load_given, open_folder
 from helios.start.run import Run
 from helios.start.signals import Signals
+from helios.start.training import set_up_training
 from helios.start.writers import hash_definition, make_writer
 from helios.text import with_step
 

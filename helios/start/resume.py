@@ -52,7 +52,7 @@ from helios.state.values import is_large
 from helios.text import with_step
 
 if TYPE_CHECKING:
-    from helios.start.fit import Training
+    from helios.start.training import Training
 
 _LOGGER = logging.getLogger(__name__)
 

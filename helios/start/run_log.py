@@ -32,10 +32,10 @@ from helios.terminal import root_logger as log
 from helios.text import count_text, number_text, size_text, with_step
 
 if TYPE_CHECKING:
-    from helios.start.fit import Training
     from helios.start.level import Reproducibility
     from helios.start.origin import Origin
     from helios.start.run import Run
+    from helios.start.training import Training
 
 _LOGGER = logging.getLogger(__name__)
 # What a resume does not repeat: it is that of the first start, or named where it differs.

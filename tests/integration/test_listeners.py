@@ -118,7 +118,7 @@ def listen(patch: pytest.MonkeyPatch, notify: Call) -> list[Any]:
             make_listener(RunListener, lambda name: None),
         ]
 
-    patch.setattr("helios.start.fit.make_recorders", make_recorders)
+    patch.setattr("helios.start.training.make_recorders", make_recorders)
     return teams
 
 

@@ -118,7 +118,7 @@ def test_a_save_is_due_after_ten_minutes_inside_an_epoch_too(
 ) -> None:
     minutes: Iterator[int] = iter(range(1000))
     timer = functools.partial(SaveTimer, clock=lambda: 160.0 * next(minutes))
-    monkeypatch.setattr("helios.start.fit.SaveTimer", timer)
+    monkeypatch.setattr("helios.start.training.SaveTimer", timer)
     store = helios.CheckpointStore(is_async=False)
     fit(tmp_path, max_epochs=5, chkpt_frequency=frequency, store=store)
     inside = [number for number in saved(tmp_path) if number % 6]
