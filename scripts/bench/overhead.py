@@ -99,7 +99,8 @@ class Logging(Timed):
     """A model that logs its loss in each step."""
 
     def train_step(self, batch: Any, state: TrainingState) -> Tensor:
-        loss = super().train_step(batch, state)
+        inputs, targets = batch
+        loss = mse_loss(self.network(inputs), targets)
         self.log("error", loss)
         return loss
 
