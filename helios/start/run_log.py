@@ -18,6 +18,7 @@ from helios.checkpoint import file_names
 from helios.checkpoint.record import Record
 from helios.checkpoint.retention import KeepBest
 from helios.core.environment import get_env_info_str
+from helios.core.utils import parameters_of
 from helios.core.wrappers import class_of
 from helios.counters import Phase, TrainingState
 from helios.data.source import Source
@@ -128,28 +129,35 @@ def _interval(seconds: float) -> str:
 def describe_model(model: Model) -> str:
     """Return the parameters by module, at most eight rows under a line of totals.
 
-    A row is a network, or a part of it if the model has only one. A parameter that several modules
-    share counts once; lazy ones have no size yet.
+    A row is a network, or a part of it if the model has only one; it says so if no optimizer has a
+    parameter of it that requires a gradient. A parameter that several modules share counts once;
+    lazy ones have no size yet.
 
     Args:
         model: the model, after its setup.
     """
+    optimized = {
+        id(x) for each in model.discovery.optimizers().values() for x in parameters_of(each)
+    }
     seen: dict[int, Tensor] = {}
-    rows: list[tuple[str, str, str]] = []
+    rows: list[tuple[str, str, str, str]] = []
     for name, kind, tensors in _parts(model):
         new = {id(each): each for each in tensors if not is_lazy(each) and id(each) not in seen}
         seen |= new
         if new:
-            rows.append((name, kind, f"{_count(new.values()):,}"))
+            trained = {key for key, each in new.items() if each.requires_grad}
+            is_left_out = trained and optimized and trained.isdisjoint(optimized)
+            note = "  in no optimizer" if is_left_out else ""
+            rows.append((name, kind, f"{_count(new.values()):,}", note))
     if not rows:
         return "no parameters"
     count, trainable = _count(seen.values()), _count(x for x in seen.values() if x.requires_grad)
     size = size_text(sum(each.numel() * each.element_size() for each in seen.values()))
     how = f"{trainable:,} trainable" if trainable < count else "all trainable"
-    first, second, third = (max(map(len, column)) for column in zip(*rows, strict=True))
+    first, second, third, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = [f"{count:,} parameters ({size}), {how}"]
-    for name, kind, number in rows[:_MAX_ROWS]:
-        lines.append(f"  {name:<{first}}  {kind:<{second}}  {number:>{third}}")
+    for name, kind, number, note in rows[:_MAX_ROWS]:
+        lines.append(f"  {name:<{first}}  {kind:<{second}}  {number:>{third}}{note}")
     if len(rows) > _MAX_ROWS:
         lines.append(f"  and {len(rows) - _MAX_ROWS} more")
     return "\n".join(lines)
@@ -308,16 +316,15 @@ class ScoreLog(RunListener):
         if self._keep_best is not None:
             self._keep_best.check_scores(validated.scores)
         scores, state, best = validated.scores, validated.state, validated.best
-        if not scores:
-            return
         text, rank = format_scores(scores), ""
         if best is not None:
             is_new = best.iteration == state.global_iteration
             rank = "the best so far" if is_new else _describe_best(best)
         losses = {f"training {name}": loss for name, loss in validated.losses.items()}
         place = _describe_position(state)
-        self._last = f"{text} ({place})"
-        line = "; ".join(filter(None, (text, rank, format_scores(losses))))
+        if scores:
+            self._last = f"{text} ({place})"
+        line = "; ".join(filter(None, (text or "no scores", rank, format_scores(losses))))
         _LOGGER.info("Validation %d (%s): %s.", state.validation_cycles, place, line)
 
     def summarize(

@@ -25,6 +25,9 @@ def test_networks_are_shown_by_their_parts_and_a_shared_parameter_counts_once() 
     model.net, model.other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
     model.other.weight = model.net.weight
     assert describe_model(model).splitlines()[0] == "6 parameters (24 bytes), all trainable"
+    model.optimizer = torch.optim.SGD(model.net.parameters(), lr=0.1)
+    lines = describe_model(model).splitlines()
+    assert [line for line in lines if "in no optimizer" in line] == lines[2:]
 
 
 def _ones(index: int, count: int) -> list[torch.Tensor]:

@@ -34,8 +34,13 @@ def test_fit_logs_scores_and_the_end_also_after_a_resume(
 
 
 @pytest.mark.shows("U26")
-def test_an_evaluation_logs_its_scores(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_validation_logs_its_scores(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, model = Trainer(total_steps=1, use_cpu=True), Line("line")
     trainer.fit(model, Numbers())
     trainer.validate(model, Numbers())
     assert f"Validation scores: error {model.metrics['error']:.4g}." in capfd.readouterr().err
+    monkeypatch.setattr(Line, "valid_step", lambda *args: None)
+    Trainer(total_steps=1, valid_frequency=1, use_cpu=True).fit(model, Numbers())
+    assert "Validation 1 (epoch 1, iteration 4): no scores; training" in capfd.readouterr().err
