@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from helios.core.environment import get_env_info_str as get_env_info_str
-from helios.errors import ArgumentTypeError, UsageError
+from helios.errors import UsageError
 from helios.text import size_text
 
 if sys.version_info >= (3, 14):
@@ -195,23 +195,19 @@ def flush_outputs() -> None:
             stream.flush()
 
 
+def as_names(declared: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that a class declares; a string is one name."""
+    return (declared,) if isinstance(declared, str) else tuple(declared)
+
+
 def unsaved_of(part: object) -> tuple[str, ...]:
     """Return the names in the class attribute ``unsaved`` of a data set or sampler.
 
-    An ``unsaved`` that is not a tuple or list of strings is ignored: the class uses the name for
-    something else.
-
-    Raises:
-        ArgumentTypeError: if it is a single string, which lacks the comma of a tuple.
+    Anything but strings is ignored: the class uses the name for something else.
     """
     declared: Any = getattr(type(part), "unsaved", ())
-    if isinstance(declared, str):
-        raise ArgumentTypeError(
-            f"{type(part).__name__}.unsaved must be a tuple of names, got the string "
-            f'{declared!r}. Write unsaved = ("{declared}",) with a comma.'
-        )
-    is_of_names = isinstance(declared, tuple | list) and all(isinstance(n, str) for n in declared)
-    return tuple(declared) if is_of_names else ()
+    names = as_names(declared) if isinstance(declared, str | tuple | list) else ()
+    return names if all(isinstance(name, str) for name in names) else ()
 
 
 def read_signature(function: Callable[..., Any]) -> inspect.Signature:

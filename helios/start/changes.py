@@ -31,6 +31,7 @@ from helios.core.plain_values import (
     qualified_name,
     stored_params,
 )
+from helios.core.utils import as_names
 from helios.counters import Cursor, TrainingState
 from helios.data.source import Source
 from helios.engines.engine import Engine
@@ -342,6 +343,7 @@ def read_fresh(run: Run) -> dict[str, Any]:
 def _values(prefix: str, part: Any) -> Iterator[tuple[str, Any]]:
     chosen = {"scheduler_interval", "train_mode"}
     left_out = (internals_of(part) - chosen) | {"unsaved"} | _HARMLESS
+    declared = as_names(part.unsaved)
     members: dict[str, Any] = {}
     for kind in reversed([*own_classes(type(part))]):
         members |= vars(kind)
@@ -349,7 +351,7 @@ def _values(prefix: str, part: Any) -> Iterator[tuple[str, Any]]:
         is_method = isinstance(value, FunctionType) and name not in vars(part)
         if name not in left_out and not name.startswith("__") and not is_method:
             for path, each in plain_values(name, value):
-                is_declared = any(f"{path}.".startswith(f"{other}.") for other in part.unsaved)
+                is_declared = any(f"{path}.".startswith(f"{other}.") for other in declared)
                 # A folder may be elsewhere on another machine.
                 if not is_declared and not (isinstance(each, str) and Path(each).is_absolute()):
                     yield f"{prefix}.{path}", each

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import logging
 from collections import UserDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,8 +66,7 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
     """Check the model and the data module of a call.
 
     Raises:
-        ArgumentTypeError: for something that is not a model, or not a data module, or if
-            ``unscored`` of the model is no tuple of names.
+        ArgumentTypeError: for something that is not a model, or not a data module.
         UsageError: if the model's ``__init__`` does not call that of ``Model``.
     """
     if not isinstance(model, Model):
@@ -82,12 +81,6 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
             "class that derives from helios.DataModule, whose setup() assigns self.train_dataset."
         )
     check_made(model)
-    names: object = model.unscored
-    if isinstance(names, str) or not isinstance(names, Collection):
-        raise ArgumentTypeError(
-            f"unscored of a model must be a tuple of names of scores, got {names!r}. Write e.g. "
-            'unscored = ("seconds",) with a comma.'
-        )
 
 
 def warn_of_unread_datasets(datamodule: DataModule) -> None:

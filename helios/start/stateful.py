@@ -48,13 +48,11 @@ def find_owners(run: Run, loop_path: str, source: Source | None = None) -> Owner
     """
     model, datamodule, engine = run.model, run.datamodule, run.engine
     validation = run.sources.get(Phase.VALIDATION, ()) if source is not None else ()
-    owners = [Owner("engine", engine, tuple(engine.unsaved), _has_own(engine, Engine))]
+    owners = [Owner("engine", engine, engine.unsaved, _has_own(engine, Engine))]
     owners += _of_plugins(run.plugins)
     if type(model).state_dict is not Model.state_dict:
-        owners.append(
-            Owner("model", model, tuple(model.unsaved), has_own_state=True, is_model=True)
-        )
-    owners.append(Owner("data", datamodule, tuple(datamodule.unsaved)))
+        owners.append(Owner("model", model, model.unsaved, has_own_state=True, is_model=True))
+    owners.append(Owner("data", datamodule, datamodule.unsaved))
     owners += _of_loops(loop_path, run.loops.fit)
     others: dict[str, object] = {"<model>": model}
     if source is not None and isinstance(source.resumes_by, ByOwnState):
@@ -112,16 +110,16 @@ def _has_own(part: Any, base: type) -> bool:
 def _of_plugins(plugins: Mapping[str, Plugin]) -> Iterator[Owner]:
     for name, plugin in plugins.items():
         has_own = type(plugin).state_dict not in (Plugin.state_dict, PipelineHooks.state_dict)
-        yield Owner(f"plugin {name!r}", plugin, tuple(plugin.unsaved), has_own)
+        yield Owner(f"plugin {name!r}", plugin, plugin.unsaved, has_own)
         if isinstance(plugin, PipelineHooks):
             for channel in CHANNELS:
                 for place, hook in enumerate(plugin.contexts(channel)):
                     context = f"context {place} ({type(hook).__name__}) of {channel} in {name!r}"
-                    yield Owner(context, hook, tuple(hook.unsaved), keeps_state(hook))
+                    yield Owner(context, hook, hook.unsaved, keeps_state(hook))
 
 
 def _of_loops(path: str, loop: Loop) -> Iterator[Owner]:
-    yield Owner(f"loop {path!r}", loop, tuple(loop.unsaved), _has_own(loop, Loop))
+    yield Owner(f"loop {path!r}", loop, loop.unsaved, _has_own(loop, Loop))
     for role, child in loop._children().items():
         yield from _of_loops(f"{path}.{role.removesuffix('_loop')}", child)
 

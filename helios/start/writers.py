@@ -19,7 +19,7 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.environment import describe_git
 from helios.core.loss_means import as_numbers
-from helios.core.utils import Clock
+from helios.core.utils import Clock, as_names
 from helios.counters import Phase
 from helios.ledger import run_file
 from helios.ledger.book import EVERY, Book
@@ -255,7 +255,7 @@ def make_writer(
         attributes=vars(model),
         mark=mark,
         after=after,
-        unscored=model.unscored,
+        unscored=as_names(model.unscored),
     )
 
 

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from helios.core.memory import storage_of
 from helios.core.plain_values import qualified_name
 from helios.core.sharded_tensors import is_sharded
-from helios.core.utils import collector_at_rest
-from helios.errors import ArgumentTypeError, UsageError
+from helios.core.utils import as_names, collector_at_rest
+from helios.errors import UsageError
 from helios.state.anchors import Anchors, Outside, References, Rules, above, leads_to, path_of
 from helios.state.digests import Identities, digest_of
 from helios.state.named import Marks, classes_of, lost_since, marks_of, report
@@ -130,9 +130,6 @@ class Discovery:
         safe_types: types that loading may build besides those of the values that setup made.
         baseline: the results of the last setup; ``None`` before the first.
         unrestored: what the last restore for inference has skipped, with the reason, by path.
-
-    Raises:
-        ArgumentTypeError: if ``unsaved`` is a single string.
     """
 
     def __init__(
@@ -146,12 +143,7 @@ class Discovery:
         is_strict: bool = True,
         is_data: bool = False,
     ) -> None:
-        if isinstance(unsaved, str):
-            raise ArgumentTypeError(
-                f"unsaved must be a tuple of names, got the string {unsaved!r}. Write "
-                f'unsaved = ("{unsaved}",) with a comma.'
-            )
-        self._owner, self._exclude, self._unsaved = owner, exclude, frozenset(unsaved)
+        self._owner, self._exclude, self._unsaved = owner, exclude, frozenset(as_names(unsaved))
         self._name, self._outside = name, outside
         self._is_strict, self._is_data = is_strict, is_data
         self._identities = Identities()

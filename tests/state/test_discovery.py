@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from helios.errors import ArgumentTypeError, StateError
+from helios.errors import StateError
 from helios.state.discovery import Discovery
 from tests.state.owners import Owner, bits, network, started
 from tests.support.matrix.values import Tally
@@ -30,9 +30,14 @@ def test_containers_in_a_circle_and_references_to_the_owner_are_survived() -> No
     again.restore(again.capture())
 
 
-def test_a_bare_string_of_unsaved_names_is_an_error() -> None:
-    with pytest.raises(ArgumentTypeError, match=r'unsaved = \("_bar",\)'):
-        Discovery(Owner(), unsaved="_bar")  # type: ignore[arg-type]
+def test_a_bare_string_of_unsaved_names_is_one_name() -> None:
+    owner = Owner(net=network(), stuff=1)
+    owner.net, found = network(), Discovery(owner, unsaved="net")  # type: ignore[arg-type]
+    found.take_baseline()
+    owner.stuff = 2
+    state = found.capture()
+    assert not state["objects"]
+    assert state["values"][""] == {"stuff": 2}
 
 
 def _state_with(**attributes: Any) -> dict[str, Any]:
