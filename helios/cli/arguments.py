@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +15,6 @@ from typing import Any
 import jsonargparse
 from jsonargparse.typing import register_type
 
-from helios.cli.mistakes import Mistakes
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision, ScalerOptions
@@ -21,12 +22,15 @@ from helios.errors import ArgumentError
 from helios.ledger.run_file import NOT_WRITTEN
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
-from helios.start.options import check_names
+from helios.start.options import MEANT, ROWS, check_names
 from helios.trainer import Trainer
 
 _OF_EVALUATIONS = (
     'what to load: "newest", "best", a file, or null for no checkpoint; "auto" is the newest one'
 )
+
+_UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
+_UNKNOWN_KEY = re.compile(r"(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'")
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,7 @@ class Arguments:
             found = self._parser.parse_args(list(words))
         except argparse.ArgumentError as error:
             known = [*vars(self._parser.get_defaults().as_flat())]
-            mistakes = Mistakes(self._kinds, known, words)
-            raise ArgumentError(mistakes.explain(error.message)) from None
+            raise ArgumentError(_explain(error.message, known)) from None
         text = self._parser.dump(found, format="json", skip_unset=False)
         tree: dict[str, Any] = {"model": {}, "data": {}, **json.loads(text)}
         checkpoint = tree.pop("checkpoint", "auto")
@@ -154,3 +157,29 @@ def _find_hidden(name: str, value: Any) -> Iterator[str]:
             yield from _find_hidden(f"{name}.{key}" if name else str(key), each)
     elif value == NOT_WRITTEN:
         yield name
+
+
+def _explain(message: str, known: Sequence[str]) -> str:
+    """Return what jsonargparse says of a command line; of an unknown option, also what is meant.
+
+    Args:
+        message: its message.
+        known: the names of all options.
+    """
+    names: list[str] = []
+    if found := _UNKNOWN.search(message):
+        options = [word for word in found[1].split() if word.startswith("-")]
+        names = [option.lstrip("-").partition("=")[0] for option in options]
+    elif found := _UNKNOWN_KEY.match(message):
+        names = [".".join(filter(None, found.groups()))]
+    return "\n".join(_refuse_name(name, known) for name in names) or message
+
+
+def _refuse_name(name: str, known: Sequence[str]) -> str:
+    meant = {other: f"--trainer.{x}" if x in ROWS else x for other, x in MEANT.items()}
+    meant |= {f"trainer.{other}": option for other, option in meant.items()}
+    meant |= {each.rpartition(".")[2]: f"--{each}" for each in reversed(known)}
+    meant |= {each: f"--{each}" for each in known}
+    near = difflib.get_close_matches(name, meant, n=1)
+    hint = f"Did you mean {meant[near[0]]}?" if near else "--help lists the options."
+    return f"There is no option --{name}. {hint}"
