@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import torch
 
 from helios.errors import UsageError
 
+_LOGGER = logging.getLogger(__name__)
 _CUBLAS_VARIABLE, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
@@ -24,6 +26,33 @@ def _set_determinism(value: bool, warn_only: bool) -> None:
     # torch's switch imports its compiler (1.5 s) even if the setting does not change.
     if (value, warn_only) != _determinism():
         torch.use_deterministic_algorithms(value, warn_only=warn_only)
+
+
+def choose_threads(stored: int | None, num_replicas: int) -> int | None:
+    """Return the number of threads of a process, which affects the bits of sums on the CPU.
+
+    It is that of the first start of the run. There, a run with several replicas gets one, as under
+    torchrun, because it may begin on any number of processes; ``OMP_NUM_THREADS`` sets another.
+
+    Args:
+        stored: that of the first start; ``None`` at the first start.
+        num_replicas: the replicas of the run.
+
+    Returns:
+        The number; ``None`` for the present one.
+    """
+    present, number, rule = torch.get_num_threads(), stored, "it stays that of the first start"
+    if number is None and num_replicas > 1 and not os.environ.get("OMP_NUM_THREADS"):
+        number = 1
+        rule = "a run with several replicas begins with one, unless OMP_NUM_THREADS is set"
+    if number not in (None, present):
+        _LOGGER.info(
+            "Threads of this process: %d (%d were set). Their number affects the results, so %s.",
+            number,
+            present,
+            rule,
+        )
+    return number
 
 
 @contextmanager

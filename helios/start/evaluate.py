@@ -13,7 +13,7 @@ from helios.checkpoint.loading import Loaded
 from helios.checkpoint.record import Record
 from helios.core.loss_means import as_numbers
 from helios.counters import Cursor, Phase, TrainingState
-from helios.engines.numerics import numerics
+from helios.engines.numerics import choose_threads, numerics
 from helios.errors import Interrupted, UsageError
 from helios.model.model import Model, find_test_step, is_own
 from helios.plugins.averaging import EMA, WeightAverage
@@ -43,11 +43,12 @@ def evaluate(run: Run) -> Any:
         _add_averages(run, loaded)
     record = after_fit.end if state is None and after_fit is not None else state
     run.horizon = {} if record is None else record.options.get("horizon", {})
+    stored = None if record is None else record.num_threads
     run.settings.enter_context(
         numerics(
             is_deterministic=run.options.enable_deterministic,
             use_cudnn_benchmark=False,
-            num_threads=None if record is None else record.num_threads,
+            num_threads=choose_threads(stored, run.replicas.num_replicas),
         )
     )
     open_logs(run.options, run.name, record, is_training=False)

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, final
 
-import torch
-
 from helios.best import BestRule, BestSoFar, Mode
 from helios.checkpoint.frozen import FrozenWeights, references_of
 from helios.checkpoint.record import Record
 from helios.core.environment import describe_machine
 from helios.counters import Phase
 from helios.data.source import Source
-from helios.engines.numerics import numerics
+from helios.engines.numerics import choose_threads, numerics
 from helios.errors import ArgumentError, RunMismatchError, StateError
 from helios.findings import Level, level_of, list_missing
 from helios.ledger.run_file import without_secret_words
@@ -247,18 +245,11 @@ def _require_one_mode(run: Run, schedulers: Schedulers) -> None:
 
 
 def _numerics(run: Run, known: Record | None) -> AbstractContextManager[None]:
-    threads = None if known is None else known.num_threads
-    if threads not in (None, torch.get_num_threads()):
-        _LOGGER.info(
-            "Threads of this process: %d, as at the first start of the run (%d were set), because "
-            "their number affects the results.",
-            threads,
-            torch.get_num_threads(),
-        )
+    stored = None if known is None else known.num_threads
     return numerics(
         is_deterministic=run.options.enable_deterministic,
         use_cudnn_benchmark=run.options.enable_cudnn_benchmark,
-        num_threads=threads,
+        num_threads=choose_threads(stored, run.replicas.num_replicas),
     )
 
 

@@ -177,12 +177,9 @@ def test_validation_logging_and_saving_change_no_bit(tmp_path: Path) -> None:
         assert digest(other.model["objects"]) == digest(whole.model["objects"]), name
 
 
-def test_two_threads_stay_two_threads(tmp_path: Path) -> None:
-    torch.set_num_threads(2)
-    try:
-        train(tmp_path / "run", Setting(total_steps=4))
-    finally:
-        torch.set_num_threads(1)
+def test_threads_are_those_of_the_first_start_and_one_for_several_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
 
     class Watcher(Plugin):
@@ -192,8 +189,18 @@ def test_two_threads_stay_two_threads(tmp_path: Path) -> None:
         def on_training_batch_start(self, state: TrainingState) -> None:
             seen.append(torch.get_num_threads())
 
+    torch.set_num_threads(2)
+    try:
+        train(tmp_path / "run", Setting(total_steps=4))
+        for variable in ("2", ""):
+            monkeypatch.setenv("OMP_NUM_THREADS", variable)
+            options = {"num_replicas": 2}
+            train(tmp_path / variable, Setting(total_steps=1, options=options), Watcher("watcher"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
     train(tmp_path / "run", Setting(total_steps=6), Watcher("watcher"))
-    assert seen == [2, 2, 2]
+    assert seen == [2, 2, 1, 1, 2, 2, 2]
     assert torch.get_num_threads() == 1
 
 
