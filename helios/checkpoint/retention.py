@@ -124,7 +124,7 @@ class CheckpointStore:
                 remedy = "None disables the rule; without any rule all checkpoints are kept."
                 raise _fail(name, rule, "None or a positive int", value, remedy)
         if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
-            remedy = 'Pass e.g. KeepBest(3, "accuracy").'
+            remedy = 'Pass e.g. KeepBest(3, "accuracy", "max").'
             raise _fail(name, "keep_best", "None or a KeepBest", self.keep_best, remedy)
         if self.on_save_error not in _ON_SAVE_ERROR:
             remedy = "Omit it to continue training."

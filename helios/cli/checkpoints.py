@@ -95,8 +95,9 @@ def list_folder(namespace: argparse.Namespace) -> Answer:
     root = existing(namespace.path)
     folders = [(folder, _describe_folder(folder)) for folder in survey(root)]
     lines = (line for each in folders for line in ("", *_show_folder(*each)))
+    nothing = f"There is no folder of checkpoints in {str(root)!r}."
     return Answer(
-        islice(lines, 1, None) if folders else [f"There is no folder of checkpoints in {root}."],
+        islice(lines, 1, None) if folders else [nothing],
         {"root": root, "folders": [document for _, document in folders]},
     )
 

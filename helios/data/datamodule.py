@@ -264,10 +264,8 @@ class DataModule(ABC):
             ArgumentError: if an option is invalid.
             ArgumentTypeError: as :meth:`_create_dataset`.
         """
-        params = DataLoaderParams() if params is None else params
-        return self._create_dataset(
-            dataset, dataclasses.replace(params, **options) if options else params
-        )
+        found = DataLoaderParams() if params is None else _as_params(params)
+        return self._create_dataset(dataset, dataclasses.replace(found, **options))
 
     def _create_dataset(
         self, dataset: Any, params: DataLoaderParams | Mapping[str, Any]
@@ -280,13 +278,23 @@ class DataModule(ABC):
 
         Raises:
             ArgumentError: if an option is invalid.
-            ArgumentTypeError: if a sampler does not derive from ``ResumableSampler`` or
-                ``ResumableDistributedSampler``.
+            ArgumentTypeError: for other params, and if a sampler does not derive from
+                ``ResumableSampler`` or ``ResumableDistributedSampler``.
         """
-        if isinstance(params, Mapping):
-            params = DataLoaderParams.from_dict(params)
-        params.check()
-        return Dataset(dataset, dataclasses.replace(params))
+        found = _as_params(params)
+        found.check()
+        return Dataset(dataset, dataclasses.replace(found))
+
+
+def _as_params(params: object) -> DataLoaderParams:
+    if isinstance(params, Mapping):
+        return DataLoaderParams.from_dict(params)
+    if not isinstance(params, DataLoaderParams):
+        raise ArgumentTypeError(
+            f"create_dataset(dataset, params) must get a DataLoaderParams, got {params!r}. Pass "
+            "options by name: create_dataset(dataset, batch_size=32)."
+        )
+    return params
 
 
 _OF_TRAINING = {"shuffle", "drop_last", "sampler", "batch_sampler"}
@@ -380,8 +388,8 @@ def _take_apart(loader: DataLoader[Any], attribute: str) -> DataLoaderParams:
         raise ArgumentTypeError(
             f"{attribute} must be created by create_dataset, or be a plain DataLoader, but got "
             f"one with {obstacle}, which could not resume exactly. Write self.{attribute} = "
-            "self.create_dataset(dataset, batch_size=..., shuffle=...); pass your own sampler or "
-            "batch_sampler as an option."
+            "self.create_dataset(dataset, batch_size=..., shuffle=...), with a batch_sampler, or a "
+            "sampler that derives from ResumableSampler, as an option."
         )
     usual = default_convert if loader.batch_sampler is None else default_collate
     return DataLoaderParams(

@@ -34,6 +34,7 @@ def _is_seconds(value: Any) -> bool:
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("an int", _is_int, ("random_seed",)),
+    ("an int of at least 0", lambda value: _is_int(value, least=0), ("num_workers",)),
     (
         "an int of at least 1 or None",
         lambda value: value is None or _is_int(value, least=1),
@@ -123,8 +124,8 @@ class DataLoaderParams:
             raise ArgumentTypeError(
                 "DataLoaderParams(sampler=...) must derive from ResumableSampler or "
                 f"ResumableDistributedSampler of helios.data.samplers, got {self.sampler!r}. "
-                "Derive it from one of them; any iterable of lists can be the batch_sampler "
-                "instead."
+                "Derive it from one of them (docs/data.md, Samplers, has one with weights); any "
+                "iterable of lists can be the batch_sampler instead."
             )
         if self.sampler is not None and self.shuffle:
             _LOGGER.warning(

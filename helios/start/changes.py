@@ -178,7 +178,9 @@ def note_fingerprint(description: Mapping[str, Any], stored: Mapping[str, Any]) 
     return [text]
 
 
-def report_finished(name: str, loaded: Loaded, reason: str, *, is_passed: bool) -> None:
+def report_finished(
+    name: str, loaded: Loaded, reason: str, options: Options, *, is_passed: bool
+) -> None:
     """Log that the run is finished, and how to continue it.
 
     If the run has passed this total, as in the earlier stages of a script that is started again,
@@ -188,8 +190,12 @@ def report_finished(name: str, loaded: Loaded, reason: str, *, is_passed: bool) 
         name: the name of the run.
         loaded: its newest checkpoint.
         reason: why it has ended.
+        options: the current ones.
         is_passed: whether the run has passed the end of this start.
     """
+    option = options.limit  # where a plugin has ended the run
+    if is_limit(reason):
+        option = reason.removesuffix(" reached") if " reached" in reason else "early_stop_cycles"
     _LOGGER.log(
         logging.INFO if is_passed else logging.WARNING,
         "Nothing to do: the run %r in %s is finished (%s; %s). Raise %s to continue it, pass "
@@ -198,7 +204,7 @@ def report_finished(name: str, loaded: Loaded, reason: str, *, is_passed: bool) 
         loaded.path.parent,
         reason,
         loaded.path.name,
-        reason.partition(" ")[0] if reason.endswith(" reached") else "early_stop_cycles",
+        option,
     )
 
 

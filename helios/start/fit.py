@@ -117,8 +117,9 @@ def _refuse_again(run: Run) -> None:
     if run.is_again:
         raise UsageError(
             f"The run {run.name!r} in {run.folder} was finished by an earlier fit of this script, "
-            "so this one would train nothing. Give each model its own save_name, such as "
-            'Net("fold-2"), or pass Trainer(resume="never") to train from scratch.'
+            f"so this one would train nothing. Raise {run.options.limit} to train longer, give "
+            'each model its own save_name, such as Net("fold-2"), or pass Trainer(resume="never") '
+            "to train from scratch."
         )
 
 
@@ -134,6 +135,6 @@ def _restore_end(run: Run, origin: Origin, declared: Declared, reason: str) -> N
     changes = compare_fresh(run, origin, declared)
     _leave_model(run, replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
     is_passed = is_shortened(run.options, record.options)
-    report_finished(run.name, loaded, reason, is_passed=is_passed)
+    report_finished(run.name, loaded, reason, run.options, is_passed=is_passed)
     changes.report()
     run.replicas.on_first(partial(set_newer_aside, origin))

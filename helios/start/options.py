@@ -590,7 +590,7 @@ num_sanity_val_steps: sanity_steps
 deterministic: enable_deterministic
 benchmark: enable_cudnn_benchmark
 seed: random_seed
-patience: early_stop_cycles, or plugins=[EarlyStopping(...)]
+patience early_stopping: early_stop_cycles, or plugins=[EarlyStopping(...)]
 profiler: plugins=[Profiler(...)]
 detect_anomaly: plugins=[NaNGuard()]
 fp16 bf16 amp mixed_precision: precision="bf16" or "fp16"
@@ -598,8 +598,11 @@ resume_from_checkpoint ckpt_path checkpoint: resume=<path>; without it, a run co
 enable_model_summary: print_banner
 name: run_name
 config hparams args: params
+compile torch_compile: setup() of the model, with torch.compile
+compute_metrics: plugins=[Metrics(...)], or self.log(name, value) in valid_step
 model datamodule train_dataset train_dataloaders: trainer.fit(model, datamodule)
-batch_size num_workers: DataLoaderParams(...) in setup() of the data module
+batch_size num_workers data_collator: DataLoaderParams(...) in setup() of the data module
+weight_decay warmup_steps: setup() of the model, where its optimizers are made
 optimizer optimizers lr learning_rate: setup() of the model, where its optimizers are made
 """
 

@@ -257,8 +257,8 @@ def _open_training_source(run: Run) -> Source:
     source, options = run.open_source(Phase.TRAINING), run.options
     if source is None:
         raise ArgumentError(
-            f"{type(run.datamodule).__name__} must have training data for fit, got none. "
-            "Assign self.train_dataset in setup()."
+            "The data module must have training data for fit, got none. Assign self.train_dataset "
+            "in setup(), or pass train=... to DataModule.from_datasets."
         )
     check_training_source(source, can_save=options.can_save, is_by_epoch=options.limits.is_by_epoch)
     source.skip_numbers(options.skip_batches)

@@ -17,7 +17,7 @@ def a_launcher_that_is_interrupted_kills_its_ranks(end, launch, *numbers):
 
 @fault(
     "helios.engines.numerics:numerics",
-    "tests/integration/test_resume.py::test_two_threads_stay_two_threads",
+    "tests/integration/test_resume.py::test_threads_are_those_of_the_first_start_and_one_for_several_replicas",
 )
 def the_number_of_threads_is_not_restored(numerics, **more):
     return numerics(**{**more, "num_threads": None})
