@@ -308,7 +308,7 @@ class RunEvents(Recorder):
 
     def validated(self, validated: Validated) -> None:
         """Add the scores of a validation; without any nothing is written."""
-        state, best = validated.state, validated.best
+        state = validated.state
         if validated.scores:
             self.file.add(
                 run_file.VALIDATION,
@@ -316,7 +316,7 @@ class RunEvents(Recorder):
                 step=state.global_step,
                 scores=validated.scores,
                 has_improved=validated.has_improved or None,
-                best=None if best is None else best.as_plain(),
+                best=validated.best,
             )
 
     def ended(

@@ -66,6 +66,6 @@ def write_run(
         event: dict[str, Any] = {"event": "validation", "iteration": number + 1, "step": number + 1}
         event["scores"] = {name: values[number] for name, values in scores.items()}
         best.judge(Validation(number + 1, event["scores"]), has_improved=True)
-        events.append({**event, "best": None if best.best is None else best.best.as_plain()})
+        events.append({**event, "best": run_file.as_plain(best.best)})
     write_run_file(folder, *events)
     return folder
