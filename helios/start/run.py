@@ -467,18 +467,16 @@ class Run:
 
     def require_alike_setup(self) -> None:
         """Check that all processes have the same receivers and data."""
-        if not self.replicas.has_single_process:
-            processes.require_alike(
-                self.replicas, processes.describe_setup(self.hooks, self.sources)
-            )
-            processes.require_alike(
-                self.replicas, processes.describe_data_sets(self.sources), processes.SAME_DATA
-            )
+        describe = partial(processes.describe_setup, self.hooks, self.sources)
+        processes.require_alike(self.replicas, describe)
+        describe = partial(processes.describe_data_sets, self.sources)
+        processes.require_alike(self.replicas, describe, processes.SAME_DATA)
 
     def prepare_data(self) -> None:
         """Let one process of each machine prepare the data, while the others wait."""
-        own = processes.options_that_must_match(self.options, self.plugins, self.replicas)
-        processes.require_alike(self.replicas, own)
+        matching = processes.options_that_must_match
+        describe = partial(matching, self.options, self.plugins, self.replicas)
+        processes.require_alike(self.replicas, describe)
 
         def prepare() -> None:
             if self.info.local_rank == 0:
