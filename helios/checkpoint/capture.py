@@ -134,7 +134,8 @@ def _capture_objects(
     model = parts.model.state_dict()
     if leaves_out and parts.frozen is not None:
         model = parts.frozen.leave_out(model)
-    plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
+    plugins = parts.plugin_states.capture()
+    loops = {path: state for path, state in parts.loop_states.capture().items() if state}
     # Also where a method of the user's leaves out what its base returns.
     engine = {**Engine.state_dict(parts.engine), **parts.engine.state_dict()}
     own = {"model": model, "engine": engine}

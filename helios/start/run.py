@@ -39,7 +39,7 @@ from helios.errors import ArgumentTypeError, Interrupted, UsageError
 from helios.hooks.bus import Bus, check_state_methods
 from helios.launch.launcher import Launch
 from helios.listeners import RunListener
-from helios.loops.loop import Loop, LoopStates
+from helios.loops.loop import Loop, find_loops_with_state
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
@@ -526,8 +526,7 @@ class Run:
             phase: what it does.
             outside: returns why it is to be interrupted, if the reason came from outside.
         """
-        states = LoopStates(self.loops.fit, LOOP_PATH, carries=False)
-        return self.make_parts(run=RunState(phase=phase), loop_states=states, outside=outside)
+        return self.make_parts(run=RunState(phase=phase), outside=outside)
 
     def make_parts(self, **others: Any) -> RunParts:
         """Return the objects of the run: those of every call, and others."""
@@ -539,6 +538,7 @@ class Run:
             seed=self.options.seed,
             sources=self.sources,
             plugins=self.plugins,
+            find_loops=partial(find_loops_with_state, self.loops.fit, LOOP_PATH),
             run_folder=None if self.replay is not None else self.folder,
             owner_states=self.owners,
             **others,

@@ -23,7 +23,6 @@ from helios.errors import ArgumentError, RunMismatchError, StateError
 from helios.findings import Level, level_of, list_missing
 from helios.ledger.run_file import without_secret_words
 from helios.listeners import Recorder, RunListener
-from helios.loops.loop import LoopStates
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.early_stopping import EarlyStopping
@@ -43,7 +42,7 @@ from helios.start.objects import check_training_source
 from helios.start.options import ROWS
 from helios.start.origin import Origin
 from helios.start.resume import PendingLoad
-from helios.start.run import LOOP_PATH, Run
+from helios.start.run import Run
 from helios.start.run_log import ScoreLog, warn_of_idle_options
 from helios.start.stateful import find_stranded_generators
 from helios.start.writers import Saves, SaveTimer, make_recorders
@@ -199,7 +198,6 @@ def set_up_training(
         run_listeners=listeners,
         get_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else lambda: None,
         sanity_steps=options.sanity_steps,
-        loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),
         findings=findings,
         frozen=FrozenWeights(run.model, run.base) if has_references else None,
         is_replay=run.replay is not None,

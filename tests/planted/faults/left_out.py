@@ -181,7 +181,7 @@ LEFT_OUT = {
         "tests/integration/test_resume.py::test_a_run_by_steps_resumes_everywhere[plain]",
     ),
     "plugins are not restored": (
-        "helios.plugins.plugin:PluginStates.restore",
+        "helios.state.owners:OwnStates.restore",
         "tests/plugins/test_early_stopping.py::test_a_run_with_three_plugins_that_have_state_resumes_everywhere",
     ),
     "frozen layers are not frozen again": (
