@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from helios.checkpoint.record import Record
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.findings import FindingKind, Level
 from helios.storage.files import FileFacts
+from helios.text import json_value
 
 _CHECK = "check"
 
@@ -195,16 +195,3 @@ def _unreadable(name: str, reason: str) -> DamagedCheckpointError:
 def _checksum(table: Mapping[str, Any]) -> str:
     text = json.dumps(table, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def json_value(value: Any) -> Any:
-    """Return a value as JSON represents it; NaN, infinities and unsupported values as text."""
-    if isinstance(value, Mapping):
-        return {str(key): json_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_value(item) for item in value]
-    if isinstance(value, bool | int | None):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return float(value)
-    return str(value)
