@@ -159,7 +159,7 @@ class RunParts:
     @cached_property
     def listeners(self) -> Listeners:
         """All listeners to the iterations."""
-        log = LossLog(self.loss_means, self.context.log, self.replicas.gather_objects)
+        log = LossLog(self.loss_means, self.context.log, self.replicas.gather_by_replica)
         logs = (log,) if self.schedule.logs else ()
         return Listeners((self.loss_means, *logs, self.display, *self.recorders))
 
