@@ -340,11 +340,11 @@ def note_changes(watch: ReplicaWatch | None, hook: str) -> None:
         watch.conclude(hook)
 
 
-def find_loops(root: Loop, path: str) -> dict[str, Loop]:
+def find_loops(root: Loop, path: str = "fit") -> dict[str, Loop]:
     """Return a loop and all below it, by role path.
 
     Args:
-        root: the outermost loop.
+        root: the loop; the outermost one is that over all epochs.
         path: its role, which is the first part of all names.
     """
     found = {path: root}
@@ -353,9 +353,9 @@ def find_loops(root: Loop, path: str) -> dict[str, Loop]:
     return found
 
 
-def find_loops_with_state(root: Loop, path: str) -> dict[str, Loop]:
+def find_loops_with_state(root: Loop) -> dict[str, Loop]:
     """Return those of :func:`find_loops` that load a state of their own."""
-    base, found = Loop.load_state_dict, find_loops(root, path)
+    base, found = Loop.load_state_dict, find_loops(root)
     return {where: each for where, each in found.items() if type(each).load_state_dict is not base}
 
 

@@ -71,9 +71,6 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-LOOP_PATH = "fit"
-"""The role of the loop over all epochs."""
-
 _OF_MODEL = "Without them all networks, optimizers and schedulers among its attributes are saved."
 
 
@@ -145,7 +142,7 @@ class Run:
         is_live: whether the loop has it still.
         has_begun: whether ``on_fit_start`` was reached, which ``on_fit_end`` follows.
         is_reported: whether another process has logged the error of this one.
-        listeners: notified of an error that ends the call.
+        listeners: listen to a run.
         describe_rescue: returns what an error leaves to the user, as sentences.
         fresh: what a run starts with, before anything is loaded.
         horizon: the length of the run, as ``setup`` has asked for it.
@@ -538,7 +535,8 @@ class Run:
             seed=self.options.seed,
             sources=self.sources,
             plugins=self.plugins,
-            find_loops=partial(find_loops_with_state, self.loops.fit, LOOP_PATH),
+            find_loops=partial(find_loops_with_state, self.loops.fit),
+            run_listeners=self.listeners,
             run_folder=None if self.replay is not None else self.folder,
             owner_states=self.owners,
             **others,
@@ -584,7 +582,7 @@ class Run:
 
     def find_owners(self, source: Source | None = None) -> None:
         """Find who holds state, and what a run starts with, right after the set-up."""
-        self.owners = find_owners(self, LOOP_PATH, source)
+        self.owners = find_owners(self, source)
         if self.phase is Phase.TRAINING:
             self.fresh = read_fresh(self)
 

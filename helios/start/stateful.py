@@ -37,12 +37,11 @@ _MANY = 100
 _IN_WORKERS = "a generator that each loader worker copies: draw from torch or random instead"
 
 
-def find_owners(run: Run, loop_path: str, source: Source | None = None) -> Owners:
+def find_owners(run: Run, source: Source | None = None) -> Owners:
     """Return all objects that may hold state, right after setup.
 
     Args:
         run: the call. If its model overrides ``state_dict``, that may omit something.
-        loop_path: the role of the loop over all epochs.
         source: the training data; ``None`` outside a training. Between validations, the order of
             theirs has a state then.
     """
@@ -57,7 +56,7 @@ def find_owners(run: Run, loop_path: str, source: Source | None = None) -> Owner
     owners.append(Owner("data", datamodule, tuple(datamodule.unsaved)))
     owners += (
         Owner(f"loop {path!r}", loop, tuple(loop.unsaved), _has_own(loop, Loop))
-        for path, loop in find_loops(run.loops.fit, loop_path).items()
+        for path, loop in find_loops(run.loops.fit).items()
     )
     others: dict[str, object] = {"<model>": model}
     if source is not None and isinstance(source.resumes_by, ByOwnState):

@@ -172,19 +172,11 @@ def set_up_training(
         timer = SaveTimer(state, schedule.save_seconds)
         listeners.append(timer)
         ask = partial(timer.ask, ask)
-    run.listeners = recorders
+    run.listeners = listeners
     # The last one is called first.
     for listener in reversed(listeners):
         run.settings.callback(listener.closed)
-    saves = Saves(
-        run,
-        origin,
-        options=defined,
-        changes=changes,
-        level=level,
-        machine=machine,
-        listeners=listeners,
-    )
+    saves = Saves(run, origin, options=defined, changes=changes, level=level, machine=machine)
     run_log.show_banner(run, origin, level, schedule)
     run_log.say_how_schedulers_step(run.model, schedulers, schedule)
     pending = PendingLoad(allows_length="length" in options.allow_changes)
@@ -195,7 +187,6 @@ def set_up_training(
         writer=saves.writer,
         can_save=options.can_save,
         recorders=recorders,
-        run_listeners=listeners,
         get_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else lambda: None,
         sanity_steps=options.sanity_steps,
         findings=findings,
