@@ -118,20 +118,12 @@ class BestValidation:
 
     @classmethod
     def from_plain(cls, plain: Any) -> BestValidation | None:
-        """Return what :meth:`as_plain` returned; ``None`` for anything else."""
+        """Return what was written as JSON; ``None`` for anything else."""
         try:
             scores = {name: float(score) for name, score in plain["scores"].items()}
             return cls(**plain | {"scores": scores})
         except (LookupError, TypeError, ValueError, AttributeError):
             return None
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return it for JSON: numbers that are not finite become strings."""
-        scores = {
-            name: score if math.isfinite(score) else repr(score)
-            for name, score in self.scores.items()
-        }
-        return {**asdict(self), "scores": scores}
 
     def __str__(self) -> str:
         scores = ", ".join(f"{name} {number_text(score)}" for name, score in self.deciding.items())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from helios.checkpoint.checkpoint_writer import CheckpointWriter
 from helios.checkpoint.frozen import FrozenWeights
@@ -26,20 +26,17 @@ from helios.hooks.events import EVENTS, Receiver
 from helios.listeners import Iteration, IterationListener, Listeners, RunListener
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
-from helios.plugins.plugin import Plugin, PluginStates
+from helios.plugins.plugin import Plugin
 from helios.replicas.gradients import Gradients
 from helios.replicas.replica_runner import ReplicaRunner, SharedReplicaRunner
 from helios.replicas.replicas import Replicas
 from helios.requests import Agreement, LoneAgreement, SharedAgreement
 from helios.run_state import RunState
 from helios.schedule import Schedule
-from helios.state.owners import Owners
+from helios.state.owners import Owners, OwnStates
 from helios.state.steps import IdleWatch, ReplicaWatch
 from helios.storage.tensorboard_writer import TensorboardWriter
 from helios.terminal.progress import Display
-
-if TYPE_CHECKING:
-    from helios.loops.loop import LoopStates
 
 _OF_ENGINES = [event.name for event in EVENTS.values() if Receiver.ENGINE in event.receivers]
 
@@ -54,11 +51,11 @@ class RunParts:
         hooks: the receivers of each event.
         display: the progress bars.
         seed: the run's seed.
-        loop_states: states of the loops, by role path.
         run: what changes during the run.
         schedule: the options that decide when something happens.
         sources: the data of each phase that has any, one source per loader.
         plugins: by id, in order of registration.
+        find_loops: returns the loops with a state, by role path.
         schedulers: the learning-rate schedulers; ``None`` outside fit.
         writer: writes checkpoints; ``None`` outside fit.
         can_save: whether checkpoints are written at all.
@@ -86,11 +83,11 @@ class RunParts:
     hooks: Bus
     display: Display
     seed: int
-    loop_states: LoopStates
     run: RunState = field(default_factory=RunState)
     schedule: Schedule = field(default_factory=Schedule)
     sources: dict[Phase, list[Source]] = field(default_factory=dict)
     plugins: Mapping[str, Plugin] = field(default_factory=dict)
+    find_loops: Callable[[], Mapping[str, Any]] = dict
     schedulers: Schedulers | None = None
     writer: CheckpointWriter | None = None
     can_save: bool = False
@@ -162,15 +159,22 @@ class RunParts:
     @cached_property
     def listeners(self) -> Listeners:
         """All listeners to the iterations."""
-        log = LossLog(self.loss_means, self.context.log, self.replicas.gather_objects)
+        log = LossLog(self.loss_means, self.context.log, self.replicas.gather_by_replica)
         logs = (log,) if self.schedule.logs else ()
         return Listeners((self.loss_means, *logs, self.display, *self.recorders))
 
     @cached_property
-    def plugin_states(self) -> PluginStates:
+    def plugin_states(self) -> OwnStates:
         """States of the plugins, by id."""
+        gone = "plugin that is not registered", "register the plugin"
         # Only a training run reports plugins of the checkpoint that are missing.
-        return PluginStates(self.plugins, carries=self.writer is not None)
+        return OwnStates(lambda: self.plugins, gone, carries=self.writer is not None)
+
+    @cached_property
+    def loop_states(self) -> OwnStates:
+        """States of the loops, by role path."""
+        gone = "loop that is not connected", "connect the loop"
+        return OwnStates(self.find_loops, gone, carries=self.writer is not None)
 
     @cached_property
     def idle_watch(self) -> IdleWatch:

@@ -1,10 +1,15 @@
-"""Format numbers for messages, tables and logs: bytes, scores, rates, places of a run."""
+"""Format values for messages, tables, logs and JSON: bytes, scores, rates, places of a run."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -105,3 +110,27 @@ def as_json(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def json_value(value: Any) -> Any:
+    """Return any value for JSON: NaN and infinities as text, other objects as their types."""
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        # JSON has neither infinities nor NaN.
+        number = float(value)
+        return number if math.isfinite(number) else repr(number)
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = (each.name for each in dataclasses.fields(value) if each.init)
+        return json_value({name: getattr(value, name) for name in own})
+    if isinstance(value, Mapping):
+        return {str(json_value(key)): json_value(x) for key, x in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [*map(json_value, value)]
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -54,9 +54,7 @@ def capture(parts: RunParts) -> Record:
     findings.add_missing(missing)
     findings.extend(Finding(FindingKind.CLAIM, text=word) for word in claims)
     # The same for any number of processes.
-    of_data = source.state_dict()
-    if source.state_is_per_replica and not parts.replicas.has_single_process:
-        of_data = source.join_states(parts.replicas.gather_objects(of_data))
+    of_data = source.gather_state(parts.replicas.gather_objects)
     return Record(
         training_state=run.state.dict(),
         cursor=run.cursor.dict(),
@@ -72,7 +70,7 @@ def capture(parts: RunParts) -> Record:
         num_replicas=parts.replicas.num_replicas,
         findings=findings,
         best_validations=run.best.as_plain(),
-        loss_means=parts.loss_means.capture(parts.replicas.gather_objects),
+        loss_means=parts.loss_means.capture(parts.replicas.gather_by_replica),
         **objects,
     )
 
@@ -134,7 +132,8 @@ def _capture_objects(
     model = parts.model.state_dict()
     if leaves_out and parts.frozen is not None:
         model = parts.frozen.leave_out(model)
-    plugins, loops = parts.plugin_states.capture(), parts.loop_states.capture()
+    plugins = parts.plugin_states.capture()
+    loops = {path: state for path, state in parts.loop_states.capture().items() if state}
     # Also where a method of the user's leaves out what its base returns.
     engine = {**Engine.state_dict(parts.engine), **parts.engine.state_dict()}
     own = {"model": model, "engine": engine}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -156,33 +157,40 @@ def _fail(owner: str, name: str, rule: str, value: object, remedy: str) -> Argum
     return ArgumentError(f"{owner}({name}=...) must be {rule}, got {value!r}. {remedy}")
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Entry:
     """A committed checkpoint; entries are ordered by (epoch, iteration).
 
     Attributes:
-        epoch: the epoch in its name.
-        iteration: the iteration in its name.
         path: the ``.pth`` file or ``.ckpt`` folder.
-        count: the completed units of the run, according to its sidecar; ``None`` inside an epoch of
-            a run that counts epochs, and if unknown.
-        metrics: the validation scores in its sidecar.
-        best: the best validation of the run so far, according to its sidecar; ``None`` if unknown.
-        is_known: whether its sidecar was read and holds everything that the rules need.
+        sidecar: its sidecar; ``None`` if it was not read, or cannot be.
     """
 
-    epoch: int
-    iteration: int
     path: Path
-    count: int | None = dataclasses.field(default=None, compare=False)
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
-    best: BestValidation | None = dataclasses.field(default=None, compare=False)
-    is_known: bool = dataclasses.field(default=False, compare=False)
+    sidecar: Sidecar | None = None
 
-    @classmethod
-    def of(cls, path: Path) -> Entry:
-        """Return the entry of a checkpoint, as far as its name says it."""
-        return cls(*(parse(path) or (0, 0)), path)
+    @cached_property
+    def place(self) -> tuple[int, int]:
+        """(epoch, iteration) in its name."""
+        return parse(self.path) or (0, 0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its sidecar was read, and says which run wrote it."""
+        return self.sidecar is not None and self.sidecar.names_run
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The validation scores in its sidecar."""
+        return {} if self.sidecar is None else self.sidecar.metrics
+
+    @property
+    def best(self) -> BestValidation | None:
+        """The best validation of the run so far; ``None`` if unknown."""
+        return None if self.sidecar is None else self.sidecar.best
+
+    def __lt__(self, other: Entry) -> bool:
+        return (self.place, self.path) < (other.place, other.path)
 
 
 def plan(
@@ -194,7 +202,7 @@ def plan(
     ``keep_last`` alone needs only the names.
 
     Args:
-        entries: the checkpoints, in any order; completed from the sidecars if ``keep_every`` or
+        entries: the checkpoints, in any order; with their sidecars if ``keep_every`` or
             ``keep_best`` is set.
         options: the rules; without any, everything is kept.
         protected: files to keep whatever the rules say, such as the one resumed from.
@@ -217,7 +225,8 @@ def plan(
 
 
 def _is_multiple(entry: Entry, number: int) -> bool:
-    return entry.count is not None and entry.count > 0 and entry.count % number == 0
+    count = None if entry.sidecar is None else entry.sidecar.count
+    return count is not None and count > 0 and count % number == 0
 
 
 def find_best(ranked: Sequence[Entry], rule: BestRule) -> list[Entry]:
@@ -240,7 +249,7 @@ def find_best(ranked: Sequence[Entry], rule: BestRule) -> list[Entry]:
 
 def _was_best(entry: Entry, rule: BestRule) -> bool:
     best = entry.best
-    return best is not None and best.iteration == entry.iteration and rule.is_alike(best)
+    return best is not None and best.iteration == entry.place[1] and rule.is_alike(best)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,14 +278,14 @@ class Ranking:
         """Whether the best validation is known to have no checkpoint here."""
         if self.best is None:
             return False
-        return not self.entries or self.entries[0].iteration != self.best.iteration
+        return not self.entries or self.entries[0].place[1] != self.best.iteration
 
 
 def rank_checkpoints(entries: Iterable[Entry], rule: BestRule | None = None) -> Ranking:
     """Return the checkpoints of a run by their scores.
 
     Args:
-        entries: those of one run, completed from their sidecars.
+        entries: those of one run, with their sidecars.
         rule: what decides; ``None`` for what the run was trained with, as its newest one says.
     """
     ranked = sorted(entries)
@@ -297,7 +306,7 @@ def rank_files(files: Iterable[Status]) -> Ranking:
     If the folder has files of several runs, those of the run that is newest.
     """
     entries = [
-        (fill_in(Entry(*status.place, status.path), status.sidecar), status.sidecar.run_name)
+        (Entry(status.path, status.sidecar), status.sidecar.run_name)
         for status in files
         if status.is_good and status.place is not None and status.sidecar is not None
     ]
@@ -305,24 +314,9 @@ def rank_files(files: Iterable[Status]) -> Ranking:
     return rank_checkpoints(entry for entry, name in entries if name == newest)
 
 
-def with_sidecar(entry: Entry) -> Entry:
-    """Return an entry completed from its sidecar; unchanged if that cannot be read.
-
-    The number of completed units stays unknown where the sidecar does not name the run.
-    """
-    sidecar = try_sidecar(entry.path)
-    return entry if sidecar is None else fill_in(entry, sidecar)
-
-
-def fill_in(entry: Entry, sidecar: Sidecar) -> Entry:
-    """Return an entry completed from its sidecar."""
-    return dataclasses.replace(
-        entry,
-        count=sidecar.count,
-        metrics=sidecar.metrics,
-        best=BestValidation.from_plain(sidecar.best),
-        is_known=sidecar.names_run,
-    )
+def with_sidecar(path: Path) -> Entry:
+    """Return a checkpoint with its sidecar; without it if that cannot be read."""
+    return Entry(path, try_sidecar(path))
 
 
 def find_best_checkpoint(root: Path | None, rule: KeepBest | None = None) -> Path | None:
@@ -340,5 +334,5 @@ def find_best_checkpoint(root: Path | None, rule: KeepBest | None = None) -> Pat
     if root is not None:
         root = as_local_path("find_best_checkpoint(root=...)", root)
     found = [] if root is None else find_checkpoints(root)
-    entries = [with_sidecar(Entry.of(path)) for path in found]
+    entries = map(with_sidecar, found)
     return rank_checkpoints(entries, None if rule is None else rule.rule).path

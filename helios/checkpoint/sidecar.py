@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from helios.best import BestSoFar
+from helios.best import BestSoFar, BestValidation
 from helios.checkpoint.file_names import FIRST_SCHEMA, SCHEMA
 from helios.checkpoint.record import Record
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.findings import FindingKind, Level
 from helios.storage.files import FileFacts
+from helios.text import json_value
 
 _CHECK = "check"
 
@@ -73,7 +73,7 @@ class Sidecar:
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     claims: list[str] = dataclasses.field(default_factory=list)
     ledger: dict[str, Any] | None = None
-    best: dict[str, Any] | None = None
+    best: BestValidation | None = None
     averages: list[str] = dataclasses.field(default_factory=list)
     step: int | None = None
     migrated_from: str | None = None
@@ -110,7 +110,6 @@ class Sidecar:
         """
         epoch, iteration = record.place
         stored = record.best_validations
-        best = None if stored is None else BestSoFar.from_plain(stored).best
         return cls(
             run_name=run_name,
             num_replicas=record.num_replicas,
@@ -125,7 +124,7 @@ class Sidecar:
             missing=record.findings.missing,
             claims=record.findings.names(FindingKind.CLAIM),
             ledger=record.ledger,
-            best=None if best is None else best.as_plain(),
+            best=None if stored is None else BestSoFar.from_plain(stored).best,
             averages=averages,
             step=record.counters[1],
         )
@@ -133,7 +132,8 @@ class Sidecar:
     def to_json(self) -> str:
         """Return the text of the file."""
         metrics = {name: float(value) for name, value in self.metrics.items()}
-        plain = json_value({**vars(self), "metrics": metrics})
+        best = None if self.best is None else vars(self.best)
+        plain = json_value({**vars(self), "metrics": metrics, "best": best})
         return json.dumps(plain | {_CHECK: _checksum(plain)}, indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -162,7 +162,7 @@ class Sidecar:
         try:
             known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
             known["files"] = {key: FileFacts(*facts) for key, facts in known["files"].items()}
-            return cls(**known)
+            return cls(**known | {"best": BestValidation.from_plain(table.get("best"))})
         except (AttributeError, KeyError, TypeError, ValueError):
             raise _unreadable(name, "it lacks entries of a sidecar") from None
 
@@ -195,16 +195,3 @@ def _unreadable(name: str, reason: str) -> DamagedCheckpointError:
 def _checksum(table: Mapping[str, Any]) -> str:
     text = json.dumps(table, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def json_value(value: Any) -> Any:
-    """Return a value as JSON represents it; NaN, infinities and unsupported values as text."""
-    if isinstance(value, Mapping):
-        return {str(key): json_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_value(item) for item in value]
-    if isinstance(value, bool | int | None):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return float(value)
-    return str(value)

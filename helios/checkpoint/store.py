@@ -100,14 +100,9 @@ class RunFolder:
         self._protected: set[Path] = set()
         self._passed_over: list[Path] = []
 
-    def entries(self) -> list[Entry]:
-        """Return the committed checkpoints, oldest first."""
-        # No other process changes the folder meanwhile: the run holds its lock.
-        return [Entry.of(path) for path in file_names.list_checkpoints(self.path)]
-
     def protect(self, path: Path) -> None:
         """Never delete this file: the run was resumed from it."""
-        # As entries() spells it, whichever path leads into the folder, also by a link to the file.
+        # As listings spell it, whichever path leads into the folder, also by a link to the file.
         for place in (path, path.resolve()):
             is_inside = place.parent.resolve() == self.path.resolve()
             self._protected.add(self.path / place.name if is_inside else place)
@@ -176,9 +171,11 @@ class RunFolder:
         if self.options.keeps_all:
             return
         try:
-            own = [entry for entry in self.entries() if file_names.belongs_to(entry.path, run_name)]
+            # No other process changes the folder meanwhile: the run holds its lock.
+            present = file_names.list_checkpoints(self.path)
+            own = [Entry(path) for path in present if file_names.belongs_to(path, run_name)]
             if needs_sidecars(self.options):
-                own = [self._known.get(entry.path) or with_sidecar(entry) for entry in own]
+                own = [self._known.get(entry.path) or with_sidecar(entry.path) for entry in own]
                 self._known = {entry.path: entry for entry in own if entry.is_known}
             doomed = plan(own, self.options, self._protected | {written})
         except OSError as error:
@@ -186,21 +183,21 @@ class RunFolder:
             return
         for entry in doomed:
             try:
-                self._delete(entry)
+                self._delete(entry.path)
             except OSError as error:
                 _LOGGER.warning("The old checkpoint %s was not deleted: %s.", entry.path, error)
 
-    def _delete(self, entry: Entry) -> None:
+    def _delete(self, path: Path) -> None:
         # Delete the checkpoint first: without its sidecar, it would be loaded unverified.
-        doomed = entry.path
+        doomed = path
         if file_names.is_folder(doomed):
             # A kill leaves it complete, or as a draft.
             doomed = files.temporary_path(doomed)
             files.remove_folder(doomed)
             with contextlib.suppress(FileNotFoundError):
-                files.replace(entry.path, doomed)
+                files.replace(path, doomed)
         _remove(doomed)
-        files.unlink(file_names.sidecar_path(entry.path), missing_ok=True)
+        files.unlink(file_names.sidecar_path(path), missing_ok=True)
 
     def find(self, epoch: int, iteration: int) -> Path | None:
         """Return the committed checkpoint of this (epoch, iteration); ``None`` without one."""

@@ -208,7 +208,7 @@ def inspect_checkpoint(namespace: argparse.Namespace) -> Answer:
         "reason": status.reason,
         "starts": _starts(path.parent),
         **sections,
-        **({} if status.sidecar is None else vars(status.sidecar)),
+        **(document["sidecar"] or {}),
     }
     # What later starts compare themselves with is long, and not for people.
     facts["options"] = {name: x for name, x in facts["options"].items() if name != "found"}

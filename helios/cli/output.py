@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from helios.checkpoint.sidecar import json_value
+from helios.text import json_value
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -30,7 +30,7 @@ _LOGGER = logging.getLogger(__name__)
 
 # By name: a sum, and of how many numbers it is, or its weight.
 _Parts: TypeAlias = dict[str, tuple[float, float]]
-Gather: TypeAlias = Callable[[Any], list[Any]]
+Gather: TypeAlias = Callable[[Mapping[int, Any]], dict[int, Any]]
 WeightedSums: TypeAlias = Mapping[str, tuple[Any, Any, float]]
 """By name: the mean that is shown, its sum and its weight."""
 
@@ -235,8 +235,8 @@ class LossMeans(IterationListener):
 
         Args:
             viewer: the viewer.
-            gather: returns its argument from all processes; ``None`` for the replicas of this
-                process only.
+            gather: returns values by replica, those of all processes; ``None`` for the replicas
+                of this process only.
         """
         if viewer not in self._viewers:
             return {}
@@ -246,11 +246,7 @@ class LossMeans(IterationListener):
         for totals in (self._losses, *self._beside.values()):
             for total in totals.values():
                 total.clear(viewer)
-        by_replica = {
-            replica: parts
-            for part in ([own] if gather is None else gather(own))
-            for replica, parts in part.items()
-        }
+        by_replica = own if gather is None else gather(own)
         sums = _join(by_replica[replica] for replica in sorted(by_replica)) | losses
         names = [*losses, *(name for name in sums if name not in losses)]
         return {name: sums[name][0] / sums[name][1] for name in names}
@@ -295,8 +291,7 @@ class LossMeans(IterationListener):
         if not viewers:
             return None
         beside = {replica: _capture(each, viewers) for replica, each in self._beside.items()}
-        found = {replica: part for each in gather(beside) for replica, part in each.items()}
-        return {"losses": _capture(self._losses, viewers), "beside": dict(sorted(found.items()))}
+        return {"losses": _capture(self._losses, viewers), "beside": gather(beside)}
 
     def restore(
         self, sums: Mapping[str, Any], state: TrainingState, replicas: Collection[int]
@@ -324,7 +319,7 @@ class LossLog(IterationListener):
     Args:
         means: the sums.
         log: logs numbers by name.
-        gather: returns the values of all processes, in the order of ranks.
+        gather: as in :meth:`LossMeans.pop_means`.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ from helios.data.samplers import (
     ResumableSequentialSampler,
 )
 from helios.errors import StateError
-from helios.state.digests import Identities, mark_of
+from helios.state.digests import mark_of
 from helios.state.values import LEAVES, PLAIN
 from helios.storage.plain_objects import attributes_of
 
@@ -486,7 +486,7 @@ class OwnGenerators:
 
     def _marks(self) -> dict[str, bytes]:
         return {
-            path: mark_of(state_of_generator(part), Identities())
+            path: mark_of(state_of_generator(part))
             for path, part in self.generators.items()
             if path not in self.drawn
         }
@@ -551,7 +551,7 @@ def _marks_of(sampler: Any) -> dict[str, bytes]:
     Data sets and other samplers are objects, whose content may have been read ahead.
     """
     return {
-        name: mark_of(value, Identities())
+        name: mark_of(value)
         for name, value in _saved_attributes_of(sampler)
         if isinstance(value, PLAIN)
     }

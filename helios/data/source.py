@@ -369,14 +369,13 @@ class Source(ABC):
         """Whether :meth:`state_dict` differs between processes."""
         return False
 
-    @property
-    def state_is_per_replica(self) -> bool:
-        """Whether :meth:`state_dict` holds the parts of the replicas of this process only."""
-        return False
+    def gather_state(self, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+        """Return the state of all replicas; all processes call this together.
 
-    def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of all replicas from those of the processes, by rank."""
-        return states[0]
+        Args:
+            gather: returns its argument from all processes, by rank.
+        """
+        return self.state_dict()
 
     @final
     def batches(

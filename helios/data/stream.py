@@ -326,11 +326,6 @@ class StreamSource(Source):
             part = stream.open(share.block.start, share.num_replicas, 0)
         return type(part).__qualname__ if isinstance(part, Stateful) else ""
 
-    @property
-    def state_is_per_replica(self) -> bool:
-        """Always True."""
-        return True
-
     def for_trial(self) -> StreamSource:
         """Return the data of one replica, read in this process, with the states of its part."""
         params = self.loader.params.without_workers()
@@ -372,7 +367,7 @@ class StreamSource(Source):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each part after the last iteration.
 
-        These are the parts of the replicas of this process; :meth:`join_states` joins those of all.
+        These are the parts of the replicas of this process.
         """
         if self._pass is None:
             return {}
@@ -383,8 +378,9 @@ class StreamSource(Source):
         """Return whether a resume from a state restores the states of parts."""
         return bool(state_dict.get(_PARTS))
 
-    def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def gather_state(self, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
         """Return the state of all parts."""
+        states = gather(self.state_dict())
         parts = {name: part for state in states for name, part in state.get(_PARTS, {}).items()}
         return {**states[0], _PARTS: parts} if parts else states[0]
 

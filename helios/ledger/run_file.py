@@ -8,17 +8,14 @@ skipped.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
-import math
 import re
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from enum import Enum
 from pathlib import Path
 from typing import Any, final
 
@@ -27,6 +24,7 @@ from helios.errors import LedgerError
 from helios.ledger import book
 from helios.storage import files
 from helios.storage.files import as_local_path
+from helios.text import json_value
 
 _LOGGER = logging.getLogger(__name__)
 FILE_NAME = "run.jsonl"
@@ -74,7 +72,7 @@ class RunFile:
         """
         try:
             known = {name: value for name, value in details.items() if value is not None}
-            text = json.dumps(as_plain({"time": now(), "event": event, **known}))
+            text = json.dumps(json_value({"time": now(), "event": event, **known}))
             with self._lock:
                 self._append(f"{text}\n".encode())
         except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -96,27 +94,6 @@ class RunFile:
                 # A kill may have cut the last line off.
                 data = data if handle.read(1) == b"\n" else b"\n" + data
             files.write(handle, data)
-
-
-def as_plain(value: Any) -> Any:
-    """Return a value for JSON; other objects as their types."""
-    if isinstance(value, Enum):
-        return value.name.lower()
-    if value is None or isinstance(value, str | int):
-        return value
-    if isinstance(value, float):
-        # JSON has neither infinities nor NaN.
-        return value if math.isfinite(value) else repr(value)
-    if isinstance(value, Path):
-        return str(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        own = (each.name for each in dataclasses.fields(value) if each.init)
-        return as_plain({name: getattr(value, name) for name in own})
-    if isinstance(value, Mapping):
-        return {str(as_plain(key)): as_plain(x) for key, x in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [*map(as_plain, value)]
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 NOT_WRITTEN = "<not written>"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from helios.best import BestValidation
 from helios.errors import LedgerError
 from helios.ledger.book import RunScores, find_ledger, parse_header, read_all_lines
 from helios.ledger.line import is_scores, stated_hash, unseal, write_float
@@ -103,7 +102,7 @@ def _check_scores(
     """Compare the scores that checkpoints state with those that the run has recorded."""
     seen = set()
     for name, sidecar in sidecars.items():
-        best = BestValidation.from_plain(sidecar.best)
+        best = sidecar.best
         tables = {} if best is None else {best.iteration: best.scores}
         for iteration, table in {**tables, sidecar.iteration: sidecar.metrics}.items():
             own = recorded.by_iteration.get(iteration, {})

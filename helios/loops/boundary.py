@@ -151,10 +151,10 @@ class Boundary:
             Whether ``have_metrics_improved`` returned True in any process.
         """
         parts, run, state = self._parts, self._run, self._run.state
-        gather, scores = parts.replicas.gather_objects, as_numbers(parts.model.metrics)
-        judgements = gather((bool(parts.model.have_metrics_improved()), scores))
+        replicas, scores = parts.replicas, as_numbers(parts.model.metrics)
+        judgements = replicas.gather_objects((bool(parts.model.have_metrics_improved()), scores))
         has_improved = any(improved for improved, _ in judgements)
-        losses = parts.loss_means.pop_means(Viewer.VALIDATION, gather)
+        losses = parts.loss_means.pop_means(Viewer.VALIDATION, replicas.gather_by_replica)
         validation = Validation(state.global_iteration, judgements[0][1], state.global_step)
         is_among = run.best.judge(validation, has_improved=has_improved)
         if is_among and run.best.rule is not None and run.best.rule.saves:

@@ -6,9 +6,7 @@ run, so a replaced loop resumes from any checkpoint.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -24,8 +22,6 @@ from helios.model.processor import Processed
 from helios.run_parts import RunParts
 from helios.run_state import RunState
 from helios.state.steps import ReplicaWatch
-
-_LOGGER = logging.getLogger(__name__)
 
 Child = TypeVar("Child", bound="Loop")
 _HOOKS = ("skip", "reset", "on_run_start", "on_advance_start", "on_advance_end")
@@ -272,22 +268,6 @@ class Loop(ABC):
         """Restore what :meth:`state_dict` returned."""
         return
 
-    @final
-    def _collect_states(self, path: str) -> dict[str, dict[str, Any]]:
-        """Return the states of the loop and all below it, by role path, without empty ones."""
-        states = {path: self.state_dict()}
-        for role, child in self._children().items():
-            states |= child._collect_states(f"{path}.{role.removesuffix('_loop')}")
-        return {where: state for where, state in states.items() if state}
-
-    @final
-    def _spread_states(self, path: str, states: dict[str, dict[str, Any]]) -> None:
-        """Restore saved states, by role path, of the loop and all below it."""
-        if path in states and type(self).load_state_dict is not Loop.load_state_dict:
-            self.load_state_dict(states.pop(path))
-        for role, child in self._children().items():
-            child._spread_states(f"{path}.{role.removesuffix('_loop')}", states)
-
 
 @final
 class Forward:
@@ -360,38 +340,23 @@ def note_changes(watch: ReplicaWatch | None, hook: str) -> None:
         watch.conclude(hook)
 
 
-@final
-class LoopStates:
-    """Saves and restores the states of loops.
+def find_loops(root: Loop, path: str = "fit") -> dict[str, Loop]:
+    """Return a loop and all below it, by role path.
 
     Args:
-        root: the outermost loop.
+        root: the loop; the outermost one is that over all epochs.
         path: its role, which is the first part of all names.
-        carries: whether the state of a removed loop is saved again, unread; outside of training it
-            is passed over.
     """
+    found = {path: root}
+    for role, child in root._children().items():
+        found |= find_loops(child, f"{path}.{role.removesuffix('_loop')}")
+    return found
 
-    def __init__(self, root: Loop, path: str, *, carries: bool) -> None:
-        self._root = root
-        self._path = path
-        self._carries = carries
-        self._carried: dict[str, Any] = {}
 
-    def capture(self) -> dict[str, Any]:
-        """Return the states by role path."""
-        return self._carried | self._root._collect_states(self._path)
-
-    def restore(self, states: Mapping[str, Any]) -> None:
-        """Restore the state of each loop."""
-        left = dict(states)
-        self._root._spread_states(self._path, left)
-        if left and self._carries:
-            self._carried.update(left)
-            _LOGGER.warning(
-                "The checkpoint holds the state of a loop that is not connected: %s. It is kept "
-                "unread in later checkpoints; connect the loop again to use it.",
-                ", ".join(left),
-            )
+def find_loops_with_state(root: Loop) -> dict[str, Loop]:
+    """Return those of :func:`find_loops` that load a state of their own."""
+    base, found = Loop.load_state_dict, find_loops(root)
+    return {where: each for where, each in found.items() if type(each).load_state_dict is not base}
 
 
 def _is_ours(kind: type) -> bool:

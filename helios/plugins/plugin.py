@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, final
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import torch
 
@@ -21,7 +19,6 @@ from helios.model.model import Model
 if TYPE_CHECKING:
     from helios import Trainer
 
-_LOGGER = logging.getLogger(__name__)
 
 PLUGIN_REGISTRY = Registry("plugin")
 
@@ -181,37 +178,3 @@ class CUDAPlugin(Plugin):
 
     def setup(self) -> None:
         """Nothing to prepare."""
-
-
-@final
-class PluginStates:
-    """Saves and restores the states of plugins.
-
-    Args:
-        plugins: by id.
-        carries: whether the state of a removed plugin is saved again, unread; only needed in
-            training.
-    """
-
-    def __init__(self, plugins: Mapping[str, Plugin], *, carries: bool) -> None:
-        self._plugins = plugins
-        self._carries = carries
-        self._carried: dict[str, Any] = {}
-
-    def capture(self) -> dict[str, Any]:
-        """Return the states by id."""
-        return self._carried | {name: part.state_dict() for name, part in self._plugins.items()}
-
-    def restore(self, states: Mapping[str, Any]) -> None:
-        """Restore the state of each plugin."""
-        for name, state in states.items():
-            if name in self._plugins:
-                self._plugins[name].load_state_dict(state)
-            elif state and self._carries:
-                self._carried[name] = state
-        if self._carried:
-            _LOGGER.warning(
-                "The checkpoint holds the state of a plugin that is not registered: %s. It is "
-                "kept unread in later checkpoints; register the plugin again to use it.",
-                ", ".join(self._carried),
-            )

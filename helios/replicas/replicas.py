@@ -219,9 +219,18 @@ class Replicas:
         Args:
             values: one for each replica of this process, in order.
         """
-        found = self.gather_objects(dict(zip(self.local_replicas, values, strict=True)))
-        by_replica = {replica: value for part in found for replica, value in part.items()}
-        return [by_replica[replica] for replica in range(self.num_replicas)]
+        own = dict(zip(self.local_replicas, values, strict=True))
+        return [*self.gather_by_replica(own).values()]
+
+    def gather_by_replica(self, own: Mapping[int, Any]) -> dict[int, Any]:
+        """Return small values of replicas, by replica, in their order.
+
+        Args:
+            own: those of this process, of some of its replicas.
+        """
+        parts = self.gather_objects(own)
+        found = {replica: value for part in parts for replica, value in part.items()}
+        return dict(sorted(found.items()))
 
     def join_shards(self, tree: Any) -> Any:
         """Return a state with whole tensors on rank 0, and placeholders for them on the others.

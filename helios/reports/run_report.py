@@ -31,7 +31,7 @@ def report_run(run: RunFacts) -> tuple[dict[str, Any], str]:
         "name": run.name,
         "summary": dict(_summarize(run, found)),
         "missing": run.missing,
-        "best": None if (best := run.best) is None else best.as_plain(),
+        "best": None if (best := run.best) is None else vars(best),
         "starts": [vars(start) for start in run.starts],
         "curves": {title: _describe(curve) for title, curve in curves.items()},
         "settings": run.settings,

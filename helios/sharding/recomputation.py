@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -108,7 +107,7 @@ class _Start:
         others = [value for value in inputs if not isinstance(value, Tensor)]
         self._owners = [*self._modules, others]
         self._left = set(map(id, tensors_in(others)))
-        self._backup, self._states = self._back_up(), _read_states()
+        self._backup, self._states = self._back_up(), rng.read_states()
 
     def _back_up(self, *others: Any) -> Backup:
         """Return what modules and inputs hold, besides of what belongs to PyTorch and Helios."""
@@ -133,14 +132,14 @@ class _Start:
             UsageError: if parameters have changed since then.
         """
         self._require_unchanged()
-        backup, states = self._back_up(*self._backup.values), _read_states()
+        backup, states = self._back_up(*self._backup.values), rng.read_states()
         self._backup.restore()
-        _set_states(self._states)
+        rng.load_states(self._states)
         try:
             yield
         finally:
             backup.restore()
-            _set_states(states)
+            rng.load_states(states)
 
     def _require_unchanged(self) -> None:
         if not all(map(_is_unchanged, self._weights, self._read_weights())):
@@ -167,13 +166,3 @@ def _is_unchanged(then: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:
     # Inner units are whole or sharded, and have another parameter for each.
     is_inner = is_sharded(then[0]) or is_sharded(now[0])
     return is_inner or (then[0] is now[0] and then[1] == now[1])
-
-
-def _read_states() -> tuple[dict[str, Any], Any]:
-    """Return the states of the global generators."""
-    return rng.get_rng_state_dict(), np.random.get_state()
-
-
-def _set_states(states: tuple[dict[str, Any], Any]) -> None:
-    rng.load_rng_state_dict(states[0])
-    np.random.set_state(states[1])

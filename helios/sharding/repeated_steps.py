@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from helios.backup import Backup
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 def _read_generators(model: Model, device: torch.device) -> dict[str, Any]:
     """Return the states of all generators, of this process's device only."""
-    state = rng.get_rng_state_dict() | {"legacy": np.random.get_state()}
+    state = rng.read_states()
     state["global"] = [state_of_generator(each) for each in _find_global(model)]
     if "cuda" in state:
         state["cuda"] = state["cuda"][device.index or 0]
@@ -37,12 +36,11 @@ def _read_generators(model: Model, device: torch.device) -> dict[str, Any]:
 def _set_generators(model: Model, state: Mapping[str, Any]) -> None:
     """Set all generators, as :func:`_read_generators` has found them."""
     state = dict(state)
-    np.random.set_state(state.pop("legacy"))
     for generator, each in zip(_find_global(model), state.pop("global"), strict=False):
         load_generator(generator, each)
     if "cuda" in state:
         state["cuda"] = [state["cuda"]] * torch.cuda.device_count()
-    rng.load_rng_state_dict(state)
+    rng.load_states(state)
 
 
 def _find_global(model: Model) -> list[Generator]:

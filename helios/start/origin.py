@@ -338,8 +338,8 @@ def _rank(folder: RunFolder, run: Run) -> Ranking:
         CheckpointError: if there is no checkpoint with the score.
         ArgumentError: if nothing decides.
     """
-    present = [each for each in folder.entries() if file_names.belongs_to(each.path, run.name)]
-    known = [with_sidecar(entry) for entry in present]
+    present = file_names.list_checkpoints(folder.path)
+    known = [with_sidecar(path) for path in present if file_names.belongs_to(path, run.name)]
     # Without a rule, what the run was trained with decides.
     ranking = rank_checkpoints(known, run.options.find_rule(run.plugins.values()))
     if ranking.entries:

@@ -12,7 +12,7 @@ after the setup.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,12 +235,14 @@ SAME_DATA = (
 """The remedy where the data sets of processes differ."""
 
 
-def require_alike(team: Replicas, own: Mapping[str, str], remedy: str = _ALIKE) -> None:
+def require_alike(
+    team: Replicas, describe: Callable[[], Mapping[str, str]], remedy: str = _ALIKE
+) -> None:
     """Compare what all processes have; all of them call this at the same place.
 
     Args:
         team: the processes.
-        own: the values of this process, by name.
+        describe: returns the values of this process, by name; not called for a single one.
         remedy: what to do about a difference.
 
     Raises:
@@ -248,7 +250,7 @@ def require_alike(team: Replicas, own: Mapping[str, str], remedy: str = _ALIKE) 
     """
     if team.has_single_process:
         return
-    first, *others = team.gather_objects(dict(own))
+    first, *others = team.gather_objects(dict(describe()))
     for rank, other in enumerate(others, start=1):
         for name in first | other:
             here, there = first.get(name, _NOTHING), other.get(name, _NOTHING)

@@ -39,7 +39,7 @@ from helios.errors import ArgumentTypeError, Interrupted, UsageError
 from helios.hooks.bus import Bus, check_state_methods
 from helios.launch.launcher import Launch
 from helios.listeners import RunListener
-from helios.loops.loop import Loop, LoopStates
+from helios.loops.loop import Loop, find_loops_with_state
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
@@ -70,9 +70,6 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 Result = TypeVar("Result")
-
-LOOP_PATH = "fit"
-"""The role of the loop over all epochs."""
 
 _OF_MODEL = "Without them all networks, optimizers and schedulers among its attributes are saved."
 
@@ -145,7 +142,7 @@ class Run:
         is_live: whether the loop has it still.
         has_begun: whether ``on_fit_start`` was reached, which ``on_fit_end`` follows.
         is_reported: whether another process has logged the error of this one.
-        listeners: notified of an error that ends the call.
+        listeners: listen to a run.
         describe_rescue: returns what an error leaves to the user, as sentences.
         fresh: what a run starts with, before anything is loaded.
         horizon: the length of the run, as ``setup`` has asked for it.
@@ -467,18 +464,16 @@ class Run:
 
     def require_alike_setup(self) -> None:
         """Check that all processes have the same receivers and data."""
-        if not self.replicas.has_single_process:
-            processes.require_alike(
-                self.replicas, processes.describe_setup(self.hooks, self.sources)
-            )
-            processes.require_alike(
-                self.replicas, processes.describe_data_sets(self.sources), processes.SAME_DATA
-            )
+        describe = partial(processes.describe_setup, self.hooks, self.sources)
+        processes.require_alike(self.replicas, describe)
+        describe = partial(processes.describe_data_sets, self.sources)
+        processes.require_alike(self.replicas, describe, processes.SAME_DATA)
 
     def prepare_data(self) -> None:
         """Let one process of each machine prepare the data, while the others wait."""
-        own = processes.options_that_must_match(self.options, self.plugins, self.replicas)
-        processes.require_alike(self.replicas, own)
+        matching = processes.options_that_must_match
+        describe = partial(matching, self.options, self.plugins, self.replicas)
+        processes.require_alike(self.replicas, describe)
 
         def prepare() -> None:
             if self.info.local_rank == 0:
@@ -528,8 +523,7 @@ class Run:
             phase: what it does.
             outside: returns why it is to be interrupted, if the reason came from outside.
         """
-        states = LoopStates(self.loops.fit, LOOP_PATH, carries=False)
-        return self.make_parts(run=RunState(phase=phase), loop_states=states, outside=outside)
+        return self.make_parts(run=RunState(phase=phase), outside=outside)
 
     def make_parts(self, **others: Any) -> RunParts:
         """Return the objects of the run: those of every call, and others."""
@@ -541,6 +535,8 @@ class Run:
             seed=self.options.seed,
             sources=self.sources,
             plugins=self.plugins,
+            find_loops=partial(find_loops_with_state, self.loops.fit),
+            run_listeners=self.listeners,
             run_folder=None if self.replay is not None else self.folder,
             owner_states=self.owners,
             **others,
@@ -586,7 +582,7 @@ class Run:
 
     def find_owners(self, source: Source | None = None) -> None:
         """Find who holds state, and what a run starts with, right after the set-up."""
-        self.owners = find_owners(self, LOOP_PATH, source)
+        self.owners = find_owners(self, source)
         if self.phase is Phase.TRAINING:
             self.fresh = read_fresh(self)
 

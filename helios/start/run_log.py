@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from helios.start.training import Training
 
 _LOGGER = logging.getLogger(__name__)
-# What a resume does not repeat: it is that of the first start, or named where it differs.
-_ONCE = ("plan", "model", "data")
 
 
 def show_banner(run: Run, origin: Origin, level: Reproducibility, schedule: Schedule) -> None:
@@ -49,23 +47,27 @@ def show_banner(run: Run, origin: Origin, level: Reproducibility, schedule: Sche
     The line of a resume is logged whether a banner is wanted or not.
     """
     options, replicas, loaded = run.options, run.replicas, origin.loaded
-    count = count_text(replicas.num_processes, "process")
+    if loaded is None and not options.print_banner:
+        return
     lines = {
         "run": run.name,
         "seed": f"{options.seed}{'' if options.random_seed is not None else ' (the default)'}",
-        "plan": _describe_plan(run, schedule),
-        "model": describe_model(run.model),
-        "data": _describe_data(run.sources),
-        "processes": f"{count}, {count_text(replicas.num_replicas, 'replica')}",
-        **level.describe_shortfall(),
     }
-    rows = [f"{label}: {fact}" for label, fact in lines.items() if not (loaded and label in _ONCE)]
-    if loaded is not None:
-        text = f"Resumed from {loaded.path.name}; {'; '.join(rows)}."
-    elif options.print_banner:
+    if loaded is None:
+        # A resume does not repeat it: it is that of the first start, or named where it differs.
+        lines |= {
+            "plan": _describe_plan(run, schedule),
+            "model": describe_model(run.model),
+            "data": _describe_data(run.sources),
+        }
+    count = count_text(replicas.num_processes, "process")
+    lines["processes"] = f"{count}, {count_text(replicas.num_replicas, 'replica')}"
+    lines |= level.describe_shortfall()
+    rows = [f"{label}: {fact}" for label, fact in lines.items()]
+    if loaded is None:
         text = "\n".join([get_env_info_str(), "start: from the beginning", *rows])
     else:
-        return
+        text = f"Resumed from {loaded.path.name}; {'; '.join(rows)}."
     _LOGGER.info("%s", run.model.append_to_banner(text) if options.print_banner else text)
 
 

@@ -18,7 +18,7 @@ from helios.data.order import ReplayedOrder
 from helios.data.source import ByOwnState, Source
 from helios.engines.engine import Engine
 from helios.hooks.events import CHANNELS
-from helios.loops.loop import Loop
+from helios.loops.loop import Loop, find_loops
 from helios.model.model import Model
 from helios.plugins.channels import PipelineHooks, keeps_state
 from helios.plugins.plugin import Plugin
@@ -37,12 +37,11 @@ _MANY = 100
 _IN_WORKERS = "a generator that each loader worker copies: draw from torch or random instead"
 
 
-def find_owners(run: Run, loop_path: str, source: Source | None = None) -> Owners:
+def find_owners(run: Run, source: Source | None = None) -> Owners:
     """Return all objects that may hold state, right after setup.
 
     Args:
         run: the call. If its model overrides ``state_dict``, that may omit something.
-        loop_path: the role of the loop over all epochs.
         source: the training data; ``None`` outside a training. Between validations, the order of
             theirs has a state then.
     """
@@ -53,7 +52,10 @@ def find_owners(run: Run, loop_path: str, source: Source | None = None) -> Owner
     if type(model).state_dict is not Model.state_dict:
         owners.append(Owner("model", model, model.unsaved, has_own_state=True, is_model=True))
     owners.append(Owner("data", datamodule, datamodule.unsaved))
-    owners += _of_loops(loop_path, run.loops.fit)
+    owners += (
+        Owner(f"loop {path!r}", loop, loop.unsaved, _has_own(loop, Loop))
+        for path, loop in find_loops(run.loops.fit).items()
+    )
     others: dict[str, object] = {"<model>": model}
     if source is not None and isinstance(source.resumes_by, ByOwnState):
         # It is saved as of the last batch that was trained on; the loader itself may have read
@@ -116,12 +118,6 @@ def _of_plugins(plugins: Mapping[str, Plugin]) -> Iterator[Owner]:
                 for place, hook in enumerate(plugin.contexts(channel)):
                     context = f"context {place} ({type(hook).__name__}) of {channel} in {name!r}"
                     yield Owner(context, hook, hook.unsaved, keeps_state(hook))
-
-
-def _of_loops(path: str, loop: Loop) -> Iterator[Owner]:
-    yield Owner(f"loop {path!r}", loop, loop.unsaved, _has_own(loop, Loop))
-    for role, child in loop._children().items():
-        yield from _of_loops(f"{path}.{role.removesuffix('_loop')}", child)
 
 
 def _order_of(source: Source) -> dict[str, Any]:

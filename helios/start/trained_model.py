@@ -19,7 +19,7 @@ from torch import Tensor
 from helios.checkpoint.record import Record
 from helios.model.model import Model
 from helios.plugins.averaging import WeightAverage
-from helios.plugins.plugin import Plugin, PluginStates
+from helios.plugins.plugin import Plugin
 from helios.state.discovery import Baseline
 from helios.state.owners import Owners, internals_of
 from helios.storage.content_hash import fingerprint
@@ -75,7 +75,7 @@ class TrainedModel:
         Yields:
             Their own states, which they load when the session is there.
         """
-        states = copy.deepcopy(PluginStates(self.plugins, carries=False).capture())
+        states = copy.deepcopy({name: part.state_dict() for name, part in self.plugins.items()})
         before = {name: dict(vars(plugin)) for name, plugin in self.plugins.items()}
         yield states
         for name, plugin in self.plugins.items():

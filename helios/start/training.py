@@ -21,7 +21,6 @@ from helios.errors import ArgumentError, RunMismatchError, StateError
 from helios.findings import Level, level_of, list_missing
 from helios.ledger.run_file import without_secret_words
 from helios.listeners import Recorder, RunListener
-from helios.loops.loop import LoopStates
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.early_stopping import EarlyStopping
@@ -41,7 +40,7 @@ from helios.start.objects import check_training_source
 from helios.start.options import ROWS
 from helios.start.origin import Origin
 from helios.start.resume import PendingLoad
-from helios.start.run import LOOP_PATH, Run
+from helios.start.run import Run
 from helios.start.run_log import ScoreLog, warn_of_idle_options
 from helios.start.stateful import find_stranded_generators
 from helios.start.writers import Saves, SaveTimer, make_recorders
@@ -171,19 +170,11 @@ def set_up_training(
         timer = SaveTimer(state, schedule.save_seconds)
         listeners.append(timer)
         ask = partial(timer.ask, ask)
-    run.listeners = recorders
+    run.listeners = listeners
     # The last one is called first.
     for listener in reversed(listeners):
         run.settings.callback(listener.closed)
-    saves = Saves(
-        run,
-        origin,
-        options=defined,
-        changes=changes,
-        level=level,
-        machine=machine,
-        listeners=listeners,
-    )
+    saves = Saves(run, origin, options=defined, changes=changes, level=level, machine=machine)
     run_log.show_banner(run, origin, level, schedule)
     run_log.say_how_schedulers_step(run.model, schedulers, schedule)
     pending = PendingLoad(allows_length="length" in options.allow_changes)
@@ -194,10 +185,8 @@ def set_up_training(
         writer=saves.writer,
         can_save=options.can_save,
         recorders=recorders,
-        run_listeners=listeners,
         get_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else lambda: None,
         sanity_steps=options.sanity_steps,
-        loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),
         findings=findings,
         frozen=FrozenWeights(run.model, run.base) if has_references else None,
         is_replay=run.replay is not None,

@@ -86,7 +86,6 @@ class Saves:
         changes: changes that were allowed, in all starts of the run.
         level: the level of reproducibility that the run reaches.
         machine: versions, devices and settings that bits of arithmetic depend on.
-        listeners: what listens to the run.
         writer: writes the checkpoints; nothing without a folder.
     """
 
@@ -96,7 +95,6 @@ class Saves:
     changes: list[str]
     level: Reproducibility
     machine: dict[str, str]
-    listeners: Sequence[RunListener]
     writer: CheckpointWriter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +113,7 @@ class Saves:
                 self._describe,
                 replicas=self.run.replicas,
                 pins=self.run.engine.device.type == "cuda",
-                listeners=self.listeners,
+                listeners=self.run.listeners,
                 newest=newest,
             )
         self.run.settings.callback(self.writer.close)
@@ -139,7 +137,7 @@ class Saves:
             "resumed_from": self.origin.path,
             "ledger": None,
         }
-        for listener in self.listeners:
+        for listener in self.run.listeners:
             stamp |= listener.saving()
         record = Record.from_payload(payload | stamp | log_places())
         stem = file_names.stem(self.run.name, *record.place)
@@ -183,7 +181,7 @@ class Saves:
 
     def _conclude(self, folder: RunFolder, reason: str | None, newest: Path | None) -> None:
         try:
-            for listener in self.listeners:
+            for listener in self.run.listeners:
                 listener.before_commit()
         except OSError as error:
             _LOGGER.error(
@@ -308,7 +306,7 @@ class RunEvents(Recorder):
 
     def validated(self, validated: Validated) -> None:
         """Add the scores of a validation; without any nothing is written."""
-        state, best = validated.state, validated.best
+        state = validated.state
         if validated.scores:
             self.file.add(
                 run_file.VALIDATION,
@@ -316,7 +314,7 @@ class RunEvents(Recorder):
                 step=state.global_step,
                 scores=validated.scores,
                 has_improved=validated.has_improved or None,
-                best=None if best is None else best.as_plain(),
+                best=validated.best,
             )
 
     def ended(

@@ -224,6 +224,47 @@ class Owners:
         return not type(owner.part).state_dict.__module__.startswith("helios.")  # type: ignore[attr-defined]
 
 
+@final
+class OwnStates:
+    """Saves and restores what the ``state_dict`` of plugins, or of loops, returns.
+
+    Args:
+        find: returns those with a state, by name.
+        gone: says of a name in a checkpoint what is missing, and what brings it back.
+        carries: whether the state of one that is missing is saved again, unread; outside of
+            training it is passed over.
+    """
+
+    def __init__(
+        self, find: Callable[[], Mapping[str, Any]], gone: tuple[str, str], *, carries: bool
+    ) -> None:
+        self._find, self._gone, self._carries = find, gone, carries
+        self._carried: dict[str, Any] = {}
+
+    def capture(self) -> dict[str, Any]:
+        """Return the states by name."""
+        return self._carried | {name: part.state_dict() for name, part in self._find().items()}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Restore the states."""
+        for name, state in states.items():
+            # One that is loaded may connect others.
+            part = self._find().get(name)
+            if part is not None:
+                part.load_state_dict(state)
+            elif state and self._carries:
+                self._carried[name] = state
+        if self._carried:
+            what, remedy = self._gone
+            _LOGGER.warning(
+                "The checkpoint holds the state of a %s: %s. It is kept unread in later "
+                "checkpoints; %s again to use it.",
+                what,
+                ", ".join(self._carried),
+                remedy,
+            )
+
+
 def is_any(state: Mapping[str, Any]) -> bool:
     """Return whether a captured state contains anything."""
     parts = [state[name] for name in _TELLING]

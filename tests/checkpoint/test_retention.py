@@ -16,12 +16,12 @@ from tests.checkpoint.helpers import make_payload, make_sidecar, save_payload
 
 
 def make(*places: tuple[int, int]) -> list[Entry]:
-    return [Entry(epoch, it, Path(f"r_epoch_{epoch}_iter_{it}.pth")) for epoch, it in places]
+    return [Entry(Path(f"r_epoch_{epoch}_iter_{it}.pth")) for epoch, it in places]
 
 
 def known(iteration: int, count: int | None = None, **metrics: float) -> Entry:
     path = Path(f"r_epoch_1_iter_{iteration}.pth")
-    return Entry(1, iteration, path, count=count, metrics=metrics, is_known=True)
+    return Entry(path, make_sidecar(1, iteration, count=count, metrics=metrics))
 
 
 ENTRIES = make((1, 5), (1, 10), (2, 11), (10, 12), (9, 99))
@@ -29,12 +29,12 @@ BEST = KeepBest(2, "accuracy", "max")
 
 
 def numbers(entries: list[Entry]) -> list[tuple[int, int]]:
-    return [(entry.epoch, entry.iteration) for entry in entries]
+    return [entry.place for entry in entries]
 
 
 def kept(entries: list[Entry], options: CheckpointStore, *protected: Path) -> list[int]:
     gone = plan(random.Random(1).sample(entries, len(entries)), options, protected)
-    return [entry.iteration for entry in sorted(entries) if entry not in gone]
+    return [entry.place[1] for entry in sorted(entries) if entry not in gone]
 
 
 @pytest.mark.shows("S9")
@@ -101,7 +101,7 @@ def save_scored(folder: RunFolder, iteration: int, **changes: Any) -> Path:
 
 
 def iterations(folder: RunFolder) -> list[int]:
-    return [entry.iteration for entry in folder.entries()]
+    return [*map(file_names.iteration_of, file_names.list_checkpoints(folder.path))]
 
 
 @pytest.mark.shows("S9", "U13")

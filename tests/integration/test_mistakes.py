@@ -184,6 +184,14 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _train(Line(), BareData()),
         r"must be created by self\.create_dataset.*Write self\.train_dataset = self\.create_data",
     ),
+    "torch: a batch size by position": (
+        lambda: DataModule().create_dataset(POINTS, 8),  # type: ignore[arg-type]
+        r"create_dataset\(dataset, params\) must get a DataLoaderParams, got 8",
+    ),
+    "torch: workers below zero": (
+        lambda: DataModule().create_dataset(POINTS, num_workers=-1),
+        r"DataLoaderParams\(num_workers=\.\.\.\) must be an int of at least 0, got -1",
+    ),
     "torch: a loss for each sample": (
         lambda: _train(_with_step(lambda model, loss: loss.expand(2, 1))),
         r"scalar loss.*shape \(2, 1\).*loss\.mean\(\)",

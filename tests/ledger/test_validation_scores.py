@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import helios
+from helios.best import BestValidation
 from helios.checkpoint.sidecar import Sidecar
 from helios.cli.commands import main
 from helios.ledger import Replay, diff, verify
@@ -262,8 +263,8 @@ def test_verify_finds_a_changed_score(
     else:
         sidecar = Sidecar.from_json(path.read_text(), name=path.name)
         error = read_scores(run / "ledger.jsonl").by_iteration[8]["error"]
-        plain = {"metric": "error", "mode": "min", "iteration": 8, "scores": {"error": error / 2}}
-        changed = Sidecar(**{**vars(sidecar), "best": plain})
+        best = BestValidation("error", "min", iteration=8, scores={"error": error / 2})
+        changed = Sidecar(**{**vars(sidecar), "best": best})
         path.write_text(changed.to_json())
     assert main(["verify", str(run)]) == 1
     expected = "after iteration 8" if place == "best" else "after iteration 12"

@@ -17,7 +17,7 @@ from helios.hooks.bus import Bus
 from helios.loops.epoch import BatchLoop, EpochLoop
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.fit import FitLoop
-from helios.loops.loop import Loop, LoopStates
+from helios.loops.loop import Loop
 from helios.loops.optimizer import OptimizerLoop
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
@@ -83,7 +83,6 @@ def make_parts(
         hooks=Bus(plugins=plugins, model=model, engine=engine),
         display=Display(),
         seed=0,
-        loop_states=LoopStates(FitLoop(), "fit", carries=False),
         schedule=Schedule(unit=unit, accumulation_steps=accumulation, **options),
         sources=sources or {},
         sanity_steps=sanity_steps,

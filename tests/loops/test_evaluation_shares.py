@@ -18,7 +18,6 @@ from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.hooks.bus import Bus
 from helios.loops.evaluation import ValidationLoop
-from helios.loops.loop import LoopStates
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
@@ -116,7 +115,6 @@ def evaluate(
         hooks=Bus(plugins=plugins, model=model, engine=engine),
         display=Display(),
         seed=0,
-        loop_states=LoopStates(loop, "loop", carries=False),
         sources={loop.phase: sources},
         run=RunState(phase=loop.phase),
     )

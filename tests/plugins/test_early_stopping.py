@@ -133,7 +133,7 @@ def test_an_extended_run_that_was_ended_gets_its_patience_anew(
     scores = [5.0, 6.0, 6.0, 6.0, 4.0, 6.0, 6.0, 6.0]
     assert count(fit(scores, EarlyStopping("quality", mode="min", patience=2), root=tmp_path)) == 3
     fit(scores, EarlyStopping("quality", mode="min", patience=2), root=tmp_path)
-    assert "Nothing to do" in capsys.readouterr().err
+    assert "Raise total_steps to continue it" in capsys.readouterr().err
     longer = dataclasses.replace(_SETTING, total_steps=30)
     stopping = EarlyStopping("quality", mode="min", patience=2)
     extended = fit(scores, stopping, setting=longer, root=tmp_path)

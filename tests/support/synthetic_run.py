@@ -10,6 +10,7 @@ from typing import Any
 from helios.best import BestRule, BestSoFar, Validation
 from helios.ledger import book, run_file
 from helios.ledger.line import VERSION, seal, write_float
+from helios.text import json_value
 
 
 def write_ledger(folder: Path, losses: Sequence[float], *, names: Sequence[str] = ("loss",)) -> str:
@@ -66,6 +67,6 @@ def write_run(
         event: dict[str, Any] = {"event": "validation", "iteration": number + 1, "step": number + 1}
         event["scores"] = {name: values[number] for name, values in scores.items()}
         best.judge(Validation(number + 1, event["scores"]), has_improved=True)
-        events.append({**event, "best": None if best.best is None else best.best.as_plain()})
+        events.append({**event, "best": json_value(best.best)})
     write_run_file(folder, *events)
     return folder

@@ -157,7 +157,7 @@ LEFT_OUT = {
         "tests/core/test_signal_watch.py::test_signals_are_noted_and_what_was_found_is_there_again",
     ),
     "a forward that is computed again draws other numbers": (
-        "helios.sharding.recomputation:_set_states",
+        "helios.core.rng:load_states",
         "tests/sharding/test_recomputation.py::test_a_second_forward_starts_as_the_first_and_leaves_no_trace",
     ),
     "a forward is computed again with weights that have changed": (
@@ -181,7 +181,7 @@ LEFT_OUT = {
         "tests/integration/test_resume.py::test_a_run_by_steps_resumes_everywhere[plain]",
     ),
     "plugins are not restored": (
-        "helios.plugins.plugin:PluginStates.restore",
+        "helios.state.owners:OwnStates.restore",
         "tests/plugins/test_early_stopping.py::test_a_run_with_three_plugins_that_have_state_resumes_everywhere",
     ),
     "frozen layers are not frozen again": (
