@@ -142,11 +142,8 @@ _MISTAKES = {
     "Did you mean --trainer.max_epochs?",
     "--model.lr fast": "Parser key \"model.lr\":\n  Expected a <class 'float'>. Got value: fast",
     "--trainer.precision bf17": 'must be "fp32", "bf16" or "fp16", got',
-    "--trainer.max_epochs -1": "Trainer(max_epochs=...) must be None or a positive int, got -1.",
     "--trainer.plugins+=EarlyStopping --trainer.plugins.metric loss": "are required: mode",
-    "--trainer.engine nowhere.Engine": "No module named 'nowhere'",
     "--config typo.yaml": "There is no option --model.widht. Did you mean --model.width?",
-    "--config wrong.yaml": "Expected a <class 'int'>. Got value: wide",
 }
 
 
@@ -156,7 +153,6 @@ def test_a_mistake_names_option_value_and_remedy_before_anything_is_created(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("typo.yaml").write_text("model: {widht: 3}\n")
-    Path("wrong.yaml").write_text("model: {width: wide}\n")
     Data.made.clear()
     with pytest.raises((ArgumentError, ArgumentTypeError)) as caught:
         fit(tmp_path / "runs", *words.split())

@@ -185,11 +185,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         r"must be created by self\.create_dataset.*Write self\.train_dataset = self\.create_data",
     ),
     "torch: a batch size by position": (
-        lambda: DataModule().create_dataset(POINTS, 8),  # type: ignore[arg-type]
+        lambda: BareData().create_dataset(POINTS, 8),  # type: ignore[arg-type]
         r"create_dataset\(dataset, params\) must get a DataLoaderParams, got 8",
     ),
     "torch: workers below zero": (
-        lambda: DataModule().create_dataset(POINTS, num_workers=-1),
+        lambda: DataModule.from_datasets(train=POINTS, num_workers=-1),
         r"DataLoaderParams\(num_workers=\.\.\.\) must be an int of at least 0, got -1",
     ),
     "torch: a loss for each sample": (
