@@ -164,7 +164,7 @@ class OptimizerLoop(Loop):
         The body of the step runs in the precision of the run, from yield to yield.
         """
         run, forward, results, has_named = self._run, self._forward, [], False
-        waiting = [*self._find_optimizers()]
+        is_first, waiting = not self._has_begun, [*self._find_optimizers()]
         while True:
             self._model._step_log = self._log
             with self._engine.autocast():
@@ -191,6 +191,13 @@ class OptimizerLoop(Loop):
             raise self._make_count_error(f"ended before it had yielded a loss for {waiting[0]!r}")
         if waiting:
             forward.end(None, None)
+        if is_first and not has_named and len(results) > 1:
+            _LOGGER.info(
+                "%s.train_step yields its losses for %s, in this order. To choose an optimizer, "
+                "yield a pair: yield loss, self.optimizer.",
+                type(self._model).__name__,
+                ", then ".join(self._optimizers),
+            )
         if self._runner.watch is not None:
             self._runner.watch.conclude(is_manual=True)
         self._add_numbers(results)

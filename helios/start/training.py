@@ -124,6 +124,11 @@ def set_up_training(
     store = options.store if options.can_save else None
     has_references = store is not None and store.frozen == "reference"
     refers = record is not None and references_of(record.model) is not None
+    if record is None and run.model.discovery.baseline is not None:
+        _LOGGER.info(
+            "An earlier call has set this model up. This run begins with new weights, made by "
+            "setup(); a run with chkpt_root goes on from its checkpoints."
+        )
     run.set_up(
         is_inference=False, is_resumed=record is not None, makes_base=has_references or refers
     )

@@ -115,7 +115,7 @@ def test_an_error_is_logged_everything_torn_down_and_raised_again(
 
 
 @pytest.mark.shows("L31")
-def test_a_second_fit_of_the_same_model_starts_from_nothing() -> None:
+def test_a_second_fit_starts_from_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     setting = Setting(total_steps=5, validates=False, valid_frequency=None)
     trainer = helios.Trainer("", "iteration", 5, use_cpu=True, print_banner=False, random_seed=5)
     model, data = SmallModel(setting), IndexModule(setting)
@@ -124,3 +124,4 @@ def test_a_second_fit_of_the_same_model_starts_from_nothing() -> None:
     trainer.fit(model, data)
     assert model.records == first
     assert model._running_losses == running
+    assert capfd.readouterr().err.count("This run begins with new weights") == 1

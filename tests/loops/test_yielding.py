@@ -170,11 +170,15 @@ def iter_losses(*losses: Any) -> Iterator[Any]:
     yield from losses
 
 
-def test_names_settle_the_order_and_must_be_those_of_all_optimizers() -> None:
+def test_names_settle_the_order_and_must_be_those_of_all_optimizers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     model = Pair(lambda model, batch: iter_losses(model.a, model.b))
     loop, parts = prepared(model, loop=YieldLoop(optimizers=("left", "right")))
     train_on(loop, parts, 0.0)
     assert model.weights == (-1.0, -1.0)
+    assert "Pair.train_step yields its losses for left, then right" in caplog.text
     loop, parts = prepared(Pair(), loop=YieldLoop(optimizers=("left", "wrong")))
     with pytest.raises(UsageError, match=r"each optimizer of the model once \(\['left', 'right'\]"):
         train_on(loop, parts, 1.0)
