@@ -303,7 +303,7 @@ def _show_ledger(found: LedgerStatus) -> list[str]:
     return [
         f"good        {found.path} (iterations {begin + 1} to {begin + found.num_iterations}, hash "
         f"{found.hash}; the run has {'' if found.has_ended else 'not '}ended; "
-        f"equal: {count_text(found.num_scored, 'validation')})"
+        f"{count_text(found.num_scored, 'validation')} with the scores of its checkpoints)"
     ]
 
 

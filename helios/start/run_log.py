@@ -156,6 +156,9 @@ def describe_model(model: Model) -> str:
     count, trainable = _count(seen.values()), _count(x for x in seen.values() if x.requires_grad)
     size = size_text(sum(each.numel() * each.element_size() for each in seen.values()))
     how = f"{trainable:,} trainable" if trainable < count else "all trainable"
+    untrained = [seen[key] for key in seen.keys() - optimized if seen[key].requires_grad]
+    if untrained and optimized:
+        how = f"{how}, {_count(untrained):,} in no optimizer"
     first, second, third, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = [f"{count:,} parameters ({size}), {how}"]
     for name, kind, number, note in rows[:_MAX_ROWS]:

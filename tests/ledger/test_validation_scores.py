@@ -254,7 +254,7 @@ def test_verify_finds_a_changed_score(
 ) -> None:
     run = shutil.copytree(known, tmp_path / "net")
     assert main(["verify", str(run)]) == 0
-    assert "; equal: 1 validation)" in capsys.readouterr().out
+    assert "; 1 validation with the scores of its checkpoints)" in capsys.readouterr().out
     (path,) = run.glob("*iter_12.json")
     if place == "sidecar":
         sidecar = Sidecar.from_json(path.read_text(), name=path.name)

@@ -27,7 +27,8 @@ def test_networks_are_shown_by_their_parts_and_a_shared_parameter_counts_once() 
     assert describe_model(model).splitlines()[0] == "6 parameters (24 bytes), all trainable"
     model.optimizer = torch.optim.SGD(model.net.parameters(), lr=0.1)
     lines = describe_model(model).splitlines()
-    assert [line for line in lines if "in no optimizer" in line] == lines[2:]
+    assert lines[0].endswith("all trainable, 2 in no optimizer")
+    assert [line for line in lines[1:] if "in no optimizer" in line] == lines[2:]
 
 
 def _ones(index: int, count: int) -> list[torch.Tensor]:
