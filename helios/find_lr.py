@@ -27,7 +27,7 @@ from helios.errors import ArgumentError
 from helios.hooks.bus import overridden
 from helios.hooks.events import EVENTS
 from helios.launch.launcher import Launch
-from helios.loops.loop import Loop
+from helios.loops.loop import Loop, find_loops
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.start.model_setup import undone
@@ -242,15 +242,9 @@ def find_rates(
     mapping = [each for each in plugins if overridden(each, EVENTS["process_training_batch"])]
     for plugin in (*mapping, growing):
         table[plugin.plug_id] = plugin
-    with _without_trace(model, datamodule, [*mapping, *_find_loops(loop)]):
+    with _without_trace(model, datamodule, [*mapping, *find_loops(loop).values()]):
         train(_choose_options(options, test), table)
     return LearningRates(growing.rates, growing.losses)
-
-
-def _find_loops(loop: Loop) -> Iterator[Loop]:
-    yield loop
-    for child in loop._children().values():
-        yield from _find_loops(child)
 
 
 def _choose_options(options: Options, test: RangeTest) -> Options:

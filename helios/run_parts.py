@@ -167,14 +167,18 @@ class RunParts:
     def plugin_states(self) -> OwnStates:
         """States of the plugins, by id."""
         gone = "plugin that is not registered", "register the plugin"
-        # Only a training run reports plugins of the checkpoint that are missing.
-        return OwnStates(lambda: self.plugins, gone, carries=self.writer is not None)
+        return self._own_states(lambda: self.plugins, gone)
 
     @cached_property
     def loop_states(self) -> OwnStates:
         """States of the loops, by role path."""
-        gone = "loop that is not connected", "connect the loop"
-        return OwnStates(self.find_loops, gone, carries=self.writer is not None)
+        return self._own_states(self.find_loops, ("loop that is not connected", "connect the loop"))
+
+    def _own_states(
+        self, find: Callable[[], Mapping[str, Any]], gone: tuple[str, str]
+    ) -> OwnStates:
+        # Only a training run reports what is missing of a checkpoint.
+        return OwnStates(find, gone, carries=self.writer is not None)
 
     @cached_property
     def idle_watch(self) -> IdleWatch:

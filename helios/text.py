@@ -113,7 +113,7 @@ def as_json(value: float) -> float | str:
 
 
 def json_value(value: Any) -> Any:
-    """Return any value for JSON: NaN and infinities as text, other objects as their types."""
+    """Return any value for JSON: NaN and infinities as text, other objects by their types."""
     if isinstance(value, Enum):
         return value.name.lower()
     if value is None or isinstance(value, str | int):

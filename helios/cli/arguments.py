@@ -107,7 +107,7 @@ class Arguments:
             found = self._parser.parse_args(list(words))
         except argparse.ArgumentError as error:
             known = [*vars(self._parser.get_defaults().as_flat())]
-            raise ArgumentError(_explain(error.message, known)) from None
+            raise ArgumentError(_explain(error.message, known, words)) from None
         text = self._parser.dump(found, format="json", skip_unset=False)
         tree: dict[str, Any] = {"model": {}, "data": {}, **json.loads(text)}
         checkpoint = tree.pop("checkpoint", "auto")
@@ -159,12 +159,13 @@ def _find_hidden(name: str, value: Any) -> Iterator[str]:
         yield name
 
 
-def _explain(message: str, known: Sequence[str]) -> str:
-    """Return what jsonargparse says of a command line; of an unknown option, also what is meant.
+def _explain(message: str, known: Sequence[str], words: Sequence[str]) -> str:
+    """Return what jsonargparse says of a command line, and what an unknown option may mean.
 
     Args:
         message: its message.
         known: the names of all options.
+        words: the command line.
     """
     names: list[str] = []
     if found := _UNKNOWN.search(message):
@@ -172,6 +173,10 @@ def _explain(message: str, known: Sequence[str]) -> str:
         names = [option.lstrip("-").partition("=")[0] for option in options]
     elif found := _UNKNOWN_KEY.match(message):
         names = [".".join(filter(None, found.groups()))]
+    if message.startswith("Problems parsing config"):
+        # It does not name the file.
+        files = [word for word in words if word.endswith((".yaml", ".yml", ".json"))]
+        message = f"{', '.join(files)}: {message}"
     return "\n".join(_refuse_name(name, known) for name in names) or message
 
 

@@ -195,9 +195,9 @@ def flush_outputs() -> None:
             stream.flush()
 
 
-def as_names(declared: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that a class declares; a string is one name."""
-    return (declared,) if isinstance(declared, str) else tuple(declared)
+def as_names(declared: Iterable[str] | None) -> tuple[str, ...]:
+    """Return the names that a class declares; a string is one name, ``None`` is none."""
+    return (declared,) if isinstance(declared, str) else tuple(declared or ())
 
 
 def unsaved_of(part: object) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ import torch
 
 from helios.errors import UsageError
 
-_LOGGER = logging.getLogger(__name__)
 _CUBLAS_VARIABLE, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
@@ -28,49 +26,41 @@ def _set_determinism(value: bool, warn_only: bool) -> None:
         torch.use_deterministic_algorithms(value, warn_only=warn_only)
 
 
-def choose_threads(stored: int | None, num_replicas: int) -> int | None:
+def choose_threads(stored: int | None, num_replicas: int) -> int:
     """Return the number of threads of a process, which affects the bits of sums on the CPU.
 
-    It is that of the first start of the run. There, a run with several replicas gets one, as under
-    torchrun, because it may begin on any number of processes; ``OMP_NUM_THREADS`` sets another.
+    It is that of the first start of the run. A run with several replicas may begin on any number of
+    processes, however they are started: it gets one thread, as under torchrun, or as many as
+    ``OMP_NUM_THREADS`` says. A run with one replica keeps those of its process.
 
     Args:
-        stored: that of the first start; ``None`` at the first start.
+        stored: the number at the first start; ``None`` at that start.
         num_replicas: the replicas of the run.
-
-    Returns:
-        The number; ``None`` for the present one.
     """
-    present, number, rule = torch.get_num_threads(), stored, "it stays that of the first start"
-    if number is None and num_replicas > 1 and not os.environ.get("OMP_NUM_THREADS"):
-        number = 1
-        rule = "a run with several replicas begins with one, unless OMP_NUM_THREADS is set"
-    if number not in (None, present):
-        _LOGGER.info(
-            "Threads of this process: %d (%d were set). Their number affects the results, so %s.",
-            number,
-            present,
-            rule,
-        )
-    return number
+    if stored is not None:
+        return stored
+    if num_replicas == 1:
+        return torch.get_num_threads()
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(wanted) if wanted.isdecimal() and int(wanted) else 1
 
 
 @contextmanager
 def numerics(
-    *, is_deterministic: bool, use_cudnn_benchmark: bool, num_threads: int | None
+    *, is_deterministic: bool, use_cudnn_benchmark: bool, num_threads: int
 ) -> Iterator[None]:
     """Set the settings that affect the bits of arithmetic, and restore them after the block.
 
     Args:
         is_deterministic: require deterministic algorithms, on the CPU too.
         use_cudnn_benchmark: let cuDNN measure and choose algorithms.
-        num_threads: intra-op threads of the process; ``None`` keeps the current number.
+        num_threads: intra-op threads of the process.
     """
     threads = torch.get_num_threads()
     algorithms = _determinism()
     cudnn = (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)
     try:
-        if num_threads is not None and num_threads != threads:
+        if num_threads != threads:
             torch.set_num_threads(num_threads)
         if is_deterministic:
             _set_determinism(True, warn_only=False)

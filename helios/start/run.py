@@ -464,10 +464,12 @@ class Run:
 
     def require_alike_setup(self) -> None:
         """Check that all processes have the same receivers and data."""
-        describe = partial(processes.describe_setup, self.hooks, self.sources)
-        processes.require_alike(self.replicas, describe)
-        describe = partial(processes.describe_data_sets, self.sources)
-        processes.require_alike(self.replicas, describe, processes.SAME_DATA)
+        processes.require_alike(
+            self.replicas, partial(processes.describe_setup, self.hooks, self.sources)
+        )
+        processes.require_alike(
+            self.replicas, partial(processes.describe_data_sets, self.sources), processes.SAME_DATA
+        )
 
     def prepare_data(self) -> None:
         """Let one process of each machine prepare the data, while the others wait."""

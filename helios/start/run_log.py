@@ -131,9 +131,9 @@ def _interval(seconds: float) -> str:
 def describe_model(model: Model) -> str:
     """Return the parameters by module, at most eight rows under a line of totals.
 
-    A row is a network, or a part of it if the model has only one; it says so if no optimizer has a
-    parameter of it that requires a gradient. A parameter that several modules share counts once;
-    lazy ones have no size yet.
+    A row is a network, or a part of it if the model has only one; it says so if none of the
+    parameters that it counts and that require gradients is in an optimizer. A parameter that
+    several modules share counts once; lazy ones have no size yet.
 
     Args:
         model: the model, after its setup.
@@ -345,9 +345,9 @@ class ScoreLog(RunListener):
         if best is not None:
             since = f", since iteration {best.since}" if best.since else ""
             name = "" if file_name is None else f"; {file_name or 'without a checkpoint'}"
-            place = with_step(best.iteration, best.step)
-            text = f"{format_scores(best.deciding)} (iteration {place}{since}{name})"
-            found["best scores"] = text
+            place = f"iteration {with_step(best.iteration, best.step)}{since}{name}"
+            scores = format_scores(best.deciding)
+            found["best scores"] = f"{scores} ({place})" if scores else place
         return found
 
 
@@ -359,8 +359,10 @@ def _describe_position(state: TrainingState) -> str:
 
 def _describe_best(best: BestValidation) -> str:
     since = f" since iteration {best.since}" if best.since else ""
-    place = with_step(best.iteration, best.step)
-    return f"best{since}: {format_scores(best.deciding)} (iteration {place})"
+    place = f"iteration {with_step(best.iteration, best.step)}"
+    # A model that judges itself may have no scores.
+    scores = format_scores(best.deciding)
+    return f"best{since}: {f'{scores} ({place})' if scores else place}"
 
 
 def describe_end(training: Training) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, final
 
+import torch
+
 from helios.best import BestRule, BestSoFar, Mode
 from helios.checkpoint.frozen import FrozenWeights, references_of
 from helios.checkpoint.record import Record
@@ -45,7 +47,7 @@ from helios.start.run_log import ScoreLog, warn_of_idle_options
 from helios.start.stateful import find_stranded_generators
 from helios.start.writers import Saves, SaveTimer, make_recorders
 from helios.terminal import root_logger as log
-from helios.text import with_step
+from helios.text import count_text, with_step
 from helios.version import __version__
 
 _LOGGER = logging.getLogger(__name__)
@@ -240,10 +242,22 @@ def _require_one_mode(run: Run, schedulers: Schedulers) -> None:
 
 def _numerics(run: Run, known: Record | None) -> AbstractContextManager[None]:
     stored = None if known is None else known.num_threads
+    # Of several machines, the first one decides.
+    threads = run.replicas.on_first(partial(choose_threads, stored, run.replicas.num_replicas))
+    if threads != torch.get_num_threads():
+        _LOGGER.info(
+            "Using %s per process (%d were set), because the number of threads affects the "
+            "results: %s.",
+            count_text(threads, "thread"),
+            torch.get_num_threads(),
+            "a run with several replicas begins with OMP_NUM_THREADS, or with one"
+            if stored is None
+            else "it stays that of the first start",
+        )
     return numerics(
         is_deterministic=run.options.enable_deterministic,
         use_cudnn_benchmark=run.options.enable_cudnn_benchmark,
-        num_threads=choose_threads(stored, run.replicas.num_replicas),
+        num_threads=threads,
     )
 
 

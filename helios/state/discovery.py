@@ -137,7 +137,7 @@ class Discovery:
         owner: object,
         *,
         exclude: frozenset[str] = frozenset(),
-        unsaved: tuple[str, ...] = (),
+        unsaved: Iterable[str] = (),
         name: str = "model",
         outside: Callable[[], Outside] = Outside,
         is_strict: bool = True,

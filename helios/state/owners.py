@@ -41,7 +41,7 @@ class Owner:
 
     name: str
     part: object
-    unsaved: tuple[str, ...] = ()
+    unsaved: Iterable[str] = ()
     has_own_state: bool = False
     is_model: bool = False
     is_data: bool = False
@@ -230,7 +230,7 @@ class OwnStates:
 
     Args:
         find: returns those with a state, by name.
-        gone: says of a name in a checkpoint what is missing, and what brings it back.
+        gone: two phrases for the warning: what is missing, and how to restore it.
         carries: whether the state of one that is missing is saved again, unread; outside of
             training it is passed over.
     """

@@ -148,7 +148,7 @@ _MISTAKES = {
 
 
 @pytest.mark.parametrize("words", _MISTAKES)
-def test_a_mistake_names_option_value_and_remedy_before_anything_is_created(
+def test_a_mistake_names_option_and_value_before_anything_is_created(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -42,7 +42,7 @@ def test_numerics_are_set_inside_and_restored_outside(restored_settings: None) -
     with numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=2):
         assert settings() == (2, True, False, False, True)
     assert settings() == before
-    with numerics(is_deterministic=False, use_cudnn_benchmark=True, num_threads=None):
+    with numerics(is_deterministic=False, use_cudnn_benchmark=True, num_threads=1):
         assert settings() == (before[0], False, False, True, before[4])
     assert settings() == before
 
@@ -55,7 +55,7 @@ def test_determinism_works_on_the_cpu(restored_settings: None) -> None:
         return torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
 
     with (
-        numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=None),
+        numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=1),
         pytest.raises(RuntimeError, match="does not have a deterministic implementation"),
     ):
         scatter()

@@ -16,7 +16,7 @@ from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.kills import KillAt, run_in_child
 from tests.support.resume import assert_equal, copy_checkpoint, resume_everywhere
-from tests.support.runs import Outcome, Setting, digest, train
+from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, digest, train
 
 _EPOCHS = {"unit": "epoch", "total_steps": 3, "valid_frequency": 1, "scheduler": "epoch"}
 
@@ -192,14 +192,16 @@ def test_threads_are_those_of_the_first_start_and_one_for_several_replicas(
     torch.set_num_threads(2)
     try:
         train(tmp_path / "run", Setting(total_steps=4))
-        for variable in ("2", ""):
+        for variable in ("3", ""):
             monkeypatch.setenv("OMP_NUM_THREADS", variable)
             setting = Setting(total_steps=1, options={"num_replicas": 2})
             train(tmp_path / variable, setting, Watcher("watcher"))
+        trainer = helios.Trainer(num_replicas=2, plugins=[Watcher("watcher")], use_cpu=True)
+        trainer.validate(SmallModel(setting), IndexModule(setting), checkpoint=None)
     finally:
         torch.set_num_threads(1)
     train(tmp_path / "run", Setting(total_steps=6), Watcher("watcher"))
-    assert seen == [2, 2, 1, 1, 2, 2, 2]
+    assert seen == [3, 3, 1, 1, 1, 2, 2, 2]
     assert torch.get_num_threads() == 1
 
 

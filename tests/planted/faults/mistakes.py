@@ -50,7 +50,7 @@ COMMAND_LINE = "tests/cli/test_train_command.py"
 
 @fault(
     "helios.cli.arguments:_refuse_name",
-    f"{COMMAND_LINE}::test_a_mistake_names_option_value_and_remedy_before_anything_is_created",
+    f"{COMMAND_LINE}::test_a_mistake_names_option_and_value_before_anything_is_created",
 )
 def an_unknown_option_names_no_other_one(refuse_name, name, known):
     return f"There is no option --{name}."

@@ -20,7 +20,15 @@ def a_launcher_that_is_interrupted_kills_its_ranks(end, launch, *numbers):
     "tests/integration/test_resume.py::test_threads_are_those_of_the_first_start_and_one_for_several_replicas",
 )
 def the_number_of_threads_is_not_restored(numerics, **more):
-    return numerics(**{**more, "num_threads": None})
+    return numerics(**{**more, "num_threads": 1})
+
+
+@fault(
+    "helios.engines.numerics:choose_threads",
+    "tests/integration/test_resume.py::test_threads_are_those_of_the_first_start_and_one_for_several_replicas",
+)
+def replicas_begin_with_the_threads_of_their_process(choose_threads, stored, num_replicas):
+    return choose_threads(stored, 1)
 
 
 @fault(
