@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,13 +11,6 @@ from contextlib import contextmanager
 import pytest
 
 from tests import leaks
-
-
-@contextmanager
-def _variable() -> Iterator[None]:
-    os.environ["HELIOS_LEAK"] = "1"
-    yield
-    del os.environ["HELIOS_LEAK"]
 
 
 @contextmanager
@@ -37,7 +29,6 @@ def _handler() -> Iterator[None]:
 
 
 _LEAKS = {
-    "environment variables": _variable,
     "child processes": _child,
     "loggers": _handler,
 }
