@@ -58,7 +58,7 @@ def train(training: Training) -> str:
     if writer is not None:
         # Nothing can refuse the start any more, so events after the checkpoint are removed.
         writer.cut_back()
-    for listener in training.parts.run_listeners:
+    for listener in run.listeners:
         listener.opened()
     if origin.loaded is not None:
         # What was loaded from it is copied by now.
@@ -90,7 +90,7 @@ def _finish(training: Training, reason: str) -> bool | Interrupted:
     )
     _leave_model(run, end, is_interrupted=interruption is not None)
     training.saves.finish(None if interruption is not None else reason)
-    for listener in training.parts.run_listeners:
+    for listener in run.listeners:
         listener.ended(reason, interruption=interruption)
     if interruption is not None:
         rescue, text = training.describe_rescue(), run_log.describe_end(training)
