@@ -55,10 +55,6 @@ def _shown_by(text: str, root: Path) -> list[Shown]:
     [
         (f"@pytest.mark.skip\n{_TEST}", "is marked skip."),
         (f"@pytest.mark.full\n{_TEST}", "is marked full."),
-        (
-            f"@pytest.mark.parametrize('n', [pytest.param(1, marks=pytest.mark.full)])\n{_TEST}",
-            "is marked full.",
-        ),
         (_TEST.replace("assert tmp_path", "pytest.skip('no')"), "may skip itself."),
     ],
 )

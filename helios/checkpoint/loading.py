@@ -540,7 +540,13 @@ def load_checkpoint(path: str | Path, safe_types: Iterable[Any] = ()) -> dict[st
     """
     from helios.checkpoint.frozen import require_whole
 
-    payload = load(as_local_path("load_checkpoint(path=...)", path), safe_types).payload
+    place = as_local_path("load_checkpoint(path=...)", path)
+    if place.is_dir() and not file_names.is_folder(place):
+        raise CheckpointError(
+            f"load_checkpoint(path=...) must be a checkpoint, got the folder {place}. Pass "
+            "find_last_checkpoint(folder) for its newest one."
+        )
+    payload = load(place, safe_types).payload
     require_whole(payload[file_names.KEY_MODEL], path)
     state = TrainingState(**payload[file_names.KEY_TRAINING_STATE])
     return payload | {file_names.KEY_TRAINING_STATE: state}

@@ -15,7 +15,7 @@ from helios.data.datamodule import DataModule
 from helios.data.datamodule import Dataset as AssignedDataset
 from helios.data.source import CannotResume, Source
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
-from helios.hooks.bus import check_owners, check_receiver, check_state_methods
+from helios.hooks.bus import check_call, check_owners, check_receiver, check_state_methods
 from helios.hooks.events import EVENTS, Hooks, Receiver, is_silent
 from helios.loops.epoch import BatchLoop, EpochLoop
 from helios.loops.evaluation import EvaluationLoop, PredictionLoop, TestingLoop, ValidationLoop
@@ -66,7 +66,8 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
     """Check the model and the data module of a call.
 
     Raises:
-        ArgumentTypeError: for something that is not a model, or not a data module.
+        ArgumentTypeError: for something that is not a model, or not a data module, or whose setup
+            takes arguments.
         UsageError: if the model's ``__init__`` does not call that of ``Model``.
     """
     if not isinstance(model, Model):
@@ -81,6 +82,7 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
             "class that derives from helios.DataModule, whose setup() assigns self.train_dataset."
         )
     check_made(model)
+    check_call(f"{type(datamodule).__name__}.setup", datamodule.setup, ())
 
 
 def warn_of_unread_datasets(datamodule: DataModule) -> None:

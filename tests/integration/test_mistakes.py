@@ -152,6 +152,14 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _train(StepWithIndex()),
         r"StepWithIndex\.train_step must take \(batch, state\).*takes \(batch.*batch_idx",
     ),
+    "Lightning: stage": (
+        lambda: _train(Line(), type("Staged", (BareData,), {"setup": lambda self, stage: None})()),
+        r"Staged\.setup must take \(\), but takes \(stage\)",
+    ),
+    "torch: a folder of checkpoints": (
+        lambda: helios.load_checkpoint("."),
+        r"must be a checkpoint, got the folder \..*find_last_checkpoint",
+    ),
     "Lightning: val": (
         lambda: DataModule.from_datasets(train=POINTS, val=POINTS, batch_size=8),
         r"from_datasets\(val=\.\.\.\) must be.*Did you mean valid\?",
