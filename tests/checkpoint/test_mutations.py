@@ -85,7 +85,8 @@ class Mutants:
     Args:
         folder: where to save them.
         seed: of the mutations.
-        has_digest: whether the sidecars hold digests; else only the containers' sums are left.
+        has_digest: whether the sidecars hold digests; else a broken file has lost its sidecar, so
+            that only the container's sums are left.
     """
 
     def __init__(self, folder: Path, seed: int, *, has_digest: bool) -> None:
@@ -122,7 +123,8 @@ class Mutants:
         data = bytearray(self._whole[path.name])
         mutation(data, rng)
         path.write_bytes(data)
-        if suffix == file_names.SUFFIX and rng.random() < 0.4:
+        has_digest = self.folder.options.digest
+        if suffix == file_names.SUFFIX and (rng.random() < 0.4 or not has_digest):
             self._drop_sidecar(path)
         return f"{mutation.__name__} {path.name}"
 
