@@ -86,7 +86,12 @@ def _container(path: Path, part: tuple[int, int] | None = None) -> Iterator[zipf
 
 def _check_form(record: zipfile.ZipInfo) -> None:
     # torch takes a record with this flag for a folder and leaves the tensor uninitialized.
-    if record.external_attr & _FOLDER_FLAG or record.compress_type != zipfile.ZIP_STORED:
+    is_folder = record.external_attr & _FOLDER_FLAG
+    # A second size that is wrong would only take memory.
+    is_stored = record.compress_type == zipfile.ZIP_STORED and (
+        record.compress_size == record.file_size
+    )
+    if is_folder or not is_stored:
         raise zipfile.BadZipFile(f"the record {record.filename} is not as torch writes them")
 
 
