@@ -87,7 +87,7 @@ def _container(path: Path, part: tuple[int, int] | None = None) -> Iterator[zipf
 def _check_form(record: zipfile.ZipInfo) -> None:
     # torch takes a record with this flag for a folder and leaves the tensor uninitialized.
     is_folder = record.external_attr & _FOLDER_FLAG
-    # A second size that is wrong would only take memory.
+    # torch allocates what the directory says, whatever is stored.
     is_stored = record.compress_type == zipfile.ZIP_STORED and (
         record.compress_size == record.file_size
     )
